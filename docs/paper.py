@@ -13,9 +13,10 @@ from dataclasses import replace
 from mpiattn.console.table import percent, table
 from mpiattn.model import search
 from mpiattn.model.machine import H100
+from mpiattn.model.space import SearchSpace
 from mpiattn.problem.layout import Layout
 from mpiattn.problem.problem import Problem
-from mpiattn.schedule.tile import Tile
+from mpiattn.schedule.tile import Tile, tiles
 from mpiattn.schedule.travels import volume
 
 LENGTHS = [2**17, 2**18, 2**19, 2**20]
@@ -43,9 +44,9 @@ def compared(tokens, ranks, causal, on, direction="both"):
     """(Ring, the fastest tile) as Choices of the greedy schedule."""
     problem = Problem(seqlen=tokens, heads=32, head_dim=128, dtype="bfloat16", causal=causal)
     layout = Layout("striped" if causal else "contiguous", tokens, ranks)
-    choices = search.evaluate(
-        problem, ranks, kinds=("greedy",), pairs=[(layout, layout)], machine=on, direction=direction
-    )
+    pair = layout, layout
+    space = SearchSpace(problem, ranks, on, kinds=("greedy",), shapes=tiles(ranks), pairs=[pair], mesh_layout=pair)
+    choices, _ = search.survey(replace(space, direction=direction))
     best = min(choices, key=lambda choice: choice.seconds)
     return next(choice for choice in choices if choice.tile == Tile(1, 1, ranks)), best
 

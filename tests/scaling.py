@@ -44,8 +44,8 @@ from scaling_lab import (
 )
 from scaling_masks import document_sets
 from scaling_planes import balance, nodes, planes
+from searches import flat_choices
 
-from mpiattn.model import search
 from mpiattn.model.machine import load
 from mpiattn.problem.problem import Problem
 from mpiattn.schedule.tile import parse_tile
@@ -211,7 +211,7 @@ def predict(lab, hosts):
         for few, case in product((4, 16), data["cases"]):
             on = load(lab.folder / f"tuned-on-{few}.json").paced(speed * 1e9)
             shape = parse_tile(case["tile"], n)
-            (predicted,) = search.evaluate(problem, n, kinds=("greedy",), shapes=[shape], machine=on, direction="both")
+            (predicted,) = flat_choices(problem, n, kinds=("greedy",), shapes=[shape], machine=on, direction="both")
             lab.claim(
                 f"{case['tile']}: predicted by {few} hosts over measured",
                 predicted.seconds / seconds(case["passes"], "both"),

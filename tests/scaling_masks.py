@@ -11,11 +11,12 @@ from itertools import product
 
 import numpy as np
 import scaling_case
+from searches import flat_choices
 
 from mpiattn import MeshAttention, backends
 from mpiattn.errors import ArgumentError
-from mpiattn.model import search
 from mpiattn.model.machine import load
+from mpiattn.model.space import layouts
 from mpiattn.problem.problem import Problem
 from mpiattn.schedule.tile import tiles
 
@@ -152,10 +153,10 @@ def possible(case, ranks, seconds):
         seqlen=case["tokens"], heads=1, head_dim=case["dim"], window=tuple(case.get("window", (None, None))), **shape
     )
     machine = load(case["machine"])
-    pairs = [search.layouts(kind, problem, ranks)[0] for kind in case["layouts"]]
+    pairs = [layouts(kind, problem, ranks)[0] for kind in case["layouts"]]
     return [
         (str(c.tile), c.layouts[0].kind, c.schedule)
-        for c in search.evaluate(problem, ranks, "direct", pairs=pairs, machine=machine)
+        for c in flat_choices(problem, ranks, pairs=pairs, machine=machine)
         if max(c.sent_bytes / case["rate"], c.balance * problem.flops / ranks / machine.flops["float32"]) < seconds
     ]
 

@@ -8,11 +8,13 @@ from dataclasses import replace
 
 import launch
 import pytest
+from searches import choices
 
 from mpiattn.cli import main
 from mpiattn.cli.mesh_picture import picture
-from mpiattn.model import cost, planes, search
+from mpiattn.model import cost
 from mpiattn.model.machine import DEFAULT
+from mpiattn.model.space import DIRECTIONS
 from mpiattn.problem.layout import Layout
 from mpiattn.problem.problem import Problem
 from mpiattn.schedule import travels
@@ -119,7 +121,7 @@ def test_keys_that_hold_the_values(capsys):
 def test_choice_is_that_of_cost(capsys, schedule):
     data = as_json(capsys, "--ranks", 12, "--seqlen", 5000, "--heads", 4, "--head-dim", 16, "--schedule", schedule)
     kinds = cost.SCHEDULES if schedule == "auto" else (schedule,)
-    best = planes.survey(Problem(5000, 4, 16), 12, kinds=kinds)[0][0]
+    best = choices(Problem(5000, 4, 16), 12, kinds=kinds)[0]
     chosen = row(data, data["auto"])
     assert data["auto"] == data["tile"] == str(best.tile)
     assert (chosen["schedule"], chosen["seconds"], chosen["memory_bytes"]) == (best.schedule, best.seconds, best.nbytes)
@@ -245,8 +247,7 @@ def test_steps(capsys, kind):
 
 def test_backward_and_both(capsys):
     tables = {
-        direction: as_json(capsys, "--ranks", 12, *MHA, "--direction", direction, "--steps")
-        for direction in search.DIRECTIONS
+        direction: as_json(capsys, "--ranks", 12, *MHA, "--direction", direction, "--steps") for direction in DIRECTIONS
     }
     problem = Problem(1048576, 32, 128)
     for tile in ("1x12", "3x4", "12x1"):
@@ -261,7 +262,7 @@ def test_backward_and_both(capsys):
         }
     assert list(tables["both"]["steps"]) == ["forward", "backward"]
     assert row(tables["backward"], "3x4")["saving_elements"] == pytest.approx(1 - (3 * 2 + 4 * 3) / (4 * 11))
-    for direction in search.DIRECTIONS:
+    for direction in DIRECTIONS:
         text = plan(capsys, "--ranks", 12, *MHA, "--direction", direction)
         assert direction in text.splitlines()[0] and "<- auto" in text
 

@@ -1,11 +1,13 @@
 """The cost model, memory, and the choice that follows."""
 
 import pytest
+from searches import flat_choices
 
 from mpiattn import ArgumentError
 from mpiattn.model import cost, memory, search
 from mpiattn.model.machine import Link, Machine
 from mpiattn.model.simulate import simulate
+from mpiattn.model.space import DIRECTIONS, layouts
 from mpiattn.model.workload import Load, Work
 from mpiattn.problem.layout import Layout
 from mpiattn.problem.problem import Problem
@@ -23,7 +25,7 @@ PROBLEM = Problem(seqlen=1 << 20, heads=32, head_dim=128, dtype="float16")
 
 
 def test_every_tile_with_every_schedule_best_first():
-    choices = search.evaluate(PROBLEM, 12)
+    choices = flat_choices(PROBLEM, 12)
     assert sorted((str(c.tile), c.schedule) for c in choices) == sorted(
         (str(tile), kind) for tile in tiles(12) for kind in cost.SCHEDULES
     )
@@ -37,21 +39,21 @@ def test_every_tile_with_every_schedule_best_first():
 def test_a_machine_that_takes_no_time_for_nothing(lengths):
     """Latency and launches may be 0, and so may the tokens of a side."""
     problem = Problem(lengths[0], 2, 8, seqlen_k=lengths[1])
-    for choice in search.evaluate(problem, 4, machine=machine(1e9, 1e9)):
+    for choice in flat_choices(problem, 4, machine=machine(1e9, 1e9)):
         assert choice.seconds >= 0
 
 
 def test_ties_go_to_the_least_traffic():
     """Where compute hides all transfers, times are equal, and the tile with the least traffic is chosen."""
-    best = search.evaluate(PROBLEM, 16, machine=machine(flops=1e6, bandwidth=1e15))[0]
+    best = flat_choices(PROBLEM, 16, machine=machine(flops=1e6, bandwidth=1e15))[0]
     assert mean_sent(PROBLEM, best.tile) == min(mean_sent(PROBLEM, tile) for tile in tiles(16))
 
 
 def test_a_slow_network_wants_little_traffic():
     slow = machine(flops=60e9, bandwidth=1e6)
-    best = search.evaluate(PROBLEM, 64, machine=slow)[0]
+    best = flat_choices(PROBLEM, 64, machine=slow)[0]
     assert mean_sent(PROBLEM, best.tile) == min(mean_sent(PROBLEM, tile) for tile in tiles(64))
-    ring = search.evaluate(PROBLEM, 64, machine=slow, shapes=[Tile(1, 1, 64)])[0]
+    ring = flat_choices(PROBLEM, 64, machine=slow, shapes=[Tile(1, 1, 64)])[0]
     assert ring.seconds > 3 * best.seconds
 
 
@@ -102,7 +104,7 @@ def test_the_slowest_rank_counts():
     problem = Problem(seqlen=800, heads=2, head_dim=5, causal=True)
     seconds = {}
     for kind in ("contiguous", "zigzag", "striped"):
-        best = search.evaluate(problem, 8, shapes=tiles(8)[:1], pairs=search.layouts(kind, problem, 8), machine=slow)[0]
+        best = flat_choices(problem, 8, shapes=tiles(8)[:1], pairs=layouts(kind, problem, 8), machine=slow)[0]
         seconds[kind] = best.seconds
         assert best.seconds == pytest.approx(best.balance * problem.flops / 8 / 1e6)
     assert seconds["contiguous"] > 1.8 * seconds["zigzag"]
@@ -111,7 +113,7 @@ def test_the_slowest_rank_counts():
 
 def test_auto_layout_balances_work_and_sends_little():
     def best(ranks=8, **mask):
-        choice = search.evaluate(Problem(seqlen=8000, heads=4, head_dim=16, **mask), ranks)[0]
+        choice = flat_choices(Problem(seqlen=8000, heads=4, head_dim=16, **mask), ranks)[0]
         assert choice.balance < 1.02
         return choice
 
@@ -126,8 +128,8 @@ def test_auto_layout_balances_work_and_sends_little():
 
 def test_both_passes_are_the_sum_of_each():
     best = {
-        direction: search.evaluate(PROBLEM, 16, shapes=[Tile(1, 4, 4)], kinds=("greedy",), direction=direction)[0]
-        for direction in search.DIRECTIONS
+        direction: flat_choices(PROBLEM, 16, shapes=[Tile(1, 4, 4)], kinds=("greedy",), direction=direction)[0]
+        for direction in DIRECTIONS
     }
     assert best["both"].seconds == best["forward"].seconds + best["backward"].seconds
     assert best["both"].sent_bytes == best["forward"].sent_bytes + best["backward"].sent_bytes
@@ -175,6 +177,6 @@ def test_memory_is_what_buffers_take(wire_dtype):
 
 def test_wrong_arguments():
     with pytest.raises(ArgumentError, match="scenic"):
-        search.evaluate(PROBLEM, 4, route="scenic")
+        flat_choices(PROBLEM, 4, route="scenic")
     with pytest.raises(ArgumentError, match=r"lazy.*greedy, collective"):
         cost.build("lazy", Tile(1, 2, 2), "direct", PROBLEM)

@@ -5,9 +5,9 @@ import os
 
 import numpy as np
 import pytest
+from searches import choices, flat_choices
 
 from mpiattn.cli import main
-from mpiattn.model import planes, search
 from mpiattn.problem.problem import Problem
 
 SHORT = range(0, 16_385, 64)
@@ -21,16 +21,16 @@ def test_a_quick_search_finds_the_best():
         problem = Problem(seqlen, heads, 32, causal=bool(rng.integers(2)), window=(int(rng.integers(500)), None))
         cuts = tuple(np.sort(rng.integers(0, seqlen + 1, int(rng.integers(2, 30)))).tolist())
         how = {"mask": problem.mask_of(cuts), "direction": str(rng.choice(["forward", "both"]))}
-        (best, *_), _ = planes.survey(problem, 8, "auto", **how)
-        (quick, *_), _ = planes.survey(problem, 8, "auto", **how, every=None)
+        best = choices(problem, 8, route="auto", **how)[0]
+        quick = choices(problem, 8, route="auto", **how, every=None)[0]
         assert quick == best
 
 
 def test_one_document_is_none():
     """The whole sequence as one document is chosen for as without documents, and needs the same memory."""
     problem = Problem(5000, 8, 64, causal=True)
-    (without, *_), _ = planes.survey(problem, 12)
-    (single, *_), _ = planes.survey(problem, 12, mask=problem.mask_of((0, 5000)))
+    without = choices(problem, 12)[0]
+    single = choices(problem, 12, mask=problem.mask_of((0, 5000)))[0]
     assert single._replace(seconds=0, waiting=0) == without._replace(seconds=0, waiting=0)
     assert single.seconds == pytest.approx(without.seconds, rel=0.02)
 
@@ -38,10 +38,10 @@ def test_one_document_is_none():
 def test_short_documents_stay_where_they_are():
     """Of documents that seldom cross the edge of a chunk next to nothing is sent; memory is that of any call."""
     problem = Problem(SHORT[-1], 8, 64)  # not causal: without documents no layout is better than another
-    (best, *_), _ = planes.survey(problem, 16, mask=problem.mask_of(tuple(SHORT)))
+    best = choices(problem, 16, mask=problem.mask_of(tuple(SHORT)))[0]
     assert best.tile.h == 1 and best.layouts == best.mesh_layouts and best.layouts[0].kind == "contiguous"
     assert best.sent_bytes == 0
-    same = search.evaluate(problem, 16, shapes=[best.tile], kinds=[best.schedule], pairs=[best.layouts])[0]
+    same = flat_choices(problem, 16, shapes=[best.tile], kinds=[best.schedule], pairs=[best.layouts])[0]
     assert best.nbytes == same.nbytes and best.seconds < same.seconds / 50
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpiattn import ArgumentError, Layout
-from mpiattn.model.search import layouts
+from mpiattn.model.space import layouts
 from mpiattn.problem.layout import LAYOUTS, even_part, within
 from mpiattn.problem.problem import Problem
 

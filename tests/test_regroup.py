@@ -4,11 +4,13 @@ from itertools import product
 
 import numpy as np
 import pytest
+from searches import choices, flat_choices
 
 from mpiattn.errors import ArgumentError
-from mpiattn.model import planes, search
+from mpiattn.model import planes
 from mpiattn.model.machine import DEFAULT
 from mpiattn.model.regrouped import Regrouped
+from mpiattn.model.space import layouts
 from mpiattn.problem.layout import LAYOUTS, Layout
 from mpiattn.problem.problem import Problem
 from mpiattn.schedule import regroup, travels
@@ -206,13 +208,13 @@ def test_a_quick_survey_finds_the_best(layout):
             batch=int(rng.choice([1, 1, 4])),
         )
         how = {
-            "pairs": search.layouts(layout, problem, 8),
+            "pairs": layouts(layout, problem, 8),
             "nodes": np.arange(8) // of_node,
             "machine": DEFAULT,
             "direction": str(rng.choice(["forward", "both"])),
         }
-        (best, *_), _ = planes.survey(problem, 8, "auto", **how)
-        (quick, *_), _ = planes.survey(problem, 8, "auto", **how, every=None)
+        best = choices(problem, 8, route="auto", **how)[0]
+        quick = choices(problem, 8, route="auto", **how, every=None)[0]
         assert quick == best
 
 
@@ -220,8 +222,8 @@ def test_heads_are_split_where_that_sends_least():
     """256 ranks, 32 heads: at least 97 % less than Ring; of 8 KV heads 90 %, where two dimensions save 77 %."""
     for kv_heads, saved in ((32, 0.97), (8, 0.90)):
         problem = Problem(2**20, 32, 128, kv_heads=kv_heads, dtype="bfloat16")
-        (best, *_), _ = planes.survey(problem, 256, every=None)
-        ring = search.evaluate(problem, 256, shapes=[Tile(1, 1, 256)])[0]
+        best = choices(problem, 256, every=None)[0]
+        ring = flat_choices(problem, 256, shapes=[Tile(1, 1, 256)])[0]
         assert best.tile.h > 1 and best.sent_bytes <= (1 - saved) * ring.sent_bytes
 
 

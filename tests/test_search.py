@@ -2,15 +2,14 @@
 
 import random
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
+from searches import choices
 
-from mpiattn.model import planes, search
-from mpiattn.model.launches import Launches
-from mpiattn.model.lower_bounds import LowerBounds
+from mpiattn.model import search
 from mpiattn.model.machine import DEFAULT, H100
+from mpiattn.model.space import DIRECTIONS, SearchSpace, layouts
 from mpiattn.model.workload import Load, Work
 from mpiattn.problem.layout import LAYOUTS, Layout
 from mpiattn.problem.problem import Problem
@@ -53,7 +52,7 @@ def draw(rng):
     how = {
         "route": rng.choice(["direct", "auto", "ring"]),
         "machine": machine,
-        "direction": rng.choice(list(search.DIRECTIONS)),
+        "direction": rng.choice(list(DIRECTIONS)),
         "nodes": rng.choice([None, None, np.sort([rng.randrange(3) for _ in range(ranks)])]),
         "overlap": rng.random() < 0.8,
         "pairs": rng.choice([None, None, [(Layout(kind, seqlen, ranks), Layout(other, seqlen_k, ranks))]]),
@@ -63,44 +62,27 @@ def draw(rng):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_the_same_best_choice(seed):
-    """Bit for bit; and no choice goes below its least."""
+    """Bit for bit, of all and of every tile, with and without a limit for memory."""
     rng = random.Random(seed)
     problem, ranks, how = draw(rng)
-    everything = search.evaluate(problem, ranks, **how)
-    sizes = sorted(choice.nbytes for choice in everything)
+    sizes = sorted(choice.nbytes for choice in choices(problem, ranks, **how))
     for limit in (None, max(1, rng.choice(sizes)), max(1, sizes[0] - 1)):
-        choices = search.evaluate(problem, ranks, **how, max_memory=limit)
-        assert search.evaluate(problem, ranks, **how, max_memory=limit, every=None)[0] == choices[0]
-        by_tile = search.evaluate(problem, ranks, **how, max_memory=limit, every="tile")
-        for tile in tiles(ranks):
-            first, expected = (next(c for c in of_search if c.tile == tile) for of_search in (by_tile, choices))
+        everything = choices(problem, ranks, **how, max_memory=limit)
+        assert choices(problem, ranks, **how, max_memory=limit, every=None)[0] == everything[0]
+        by_tile = choices(problem, ranks, **how, max_memory=limit, every="tile")
+        for tile in {choice.tile for choice in everything}:
+            first, expected = (next(c for c in of_search if c.tile == tile) for of_search in (by_tile, everything))
             assert first == expected
-    work = cache(lambda pair: Work(problem.mask, *pair))
-    launches = cache(lambda pair: Launches(problem, work(pair), tuple(tiles(ranks)), how["machine"]))
-    bounds_of = cache(
-        lambda pair, tile: LowerBounds(problem, work(pair), tile, how["machine"], how["nodes"], launches(pair))
-    )
-    passes = search.DIRECTIONS[how["direction"]]
-    for choice in everything:
-        least = bounds_of(choice.layouts, choice.tile)
-        seconds = sum(least.seconds(choice.schedule, choice.route, of, how["overlap"]) for of in passes)
-        computing = launches(choice.layouts).least_seconds(passes)[choice.tile, choice.schedule == "collective"]
-        assert computing <= seconds <= choice.seconds
-        assert sum(sum(least.sent(of).values()) for of in passes) <= choice.sent_bytes
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_no_choice_is_below_its_bounds(seed, monkeypatch):
+def test_no_choice_is_below_its_bounds(seed):
     """Of any number of planes."""
     problem, ranks, how = draw(random.Random(1000 + seed))
-    models = []
-    monkeypatch.setattr(search, "find", lambda model, cases, every: models.append((model, cases)))
-    planes.survey(problem, ranks, **how)
-    ((model, cases),) = models
-    for case in cases:
-        choice = model.choice(case)
-        reached = {search.SECONDS: choice.seconds, search.SENT: choice.sent_bytes}
-        assert all(bound(case) <= reached[quantity] for quantity, bound in model.lower_bounds)
+    for case in search.cases_of(SearchSpace(problem, ranks, **how).completed()):
+        choice, bound = case.choice(None), case.bound(how["overlap"])
+        assert max(case.computing(), bound.seconds) <= choice.seconds
+        assert max(case.sent(), bound.sent_bytes) <= choice.sent_bytes
 
 
 def test_messages_of_keys_that_hold_the_values():
@@ -108,7 +90,7 @@ def test_messages_of_keys_that_hold_the_values():
     problem = Problem(seqlen=64, heads=1, head_dim=64, shared_kv=True)
     inside, between = (link._replace(latency=1e-4) for link in (DEFAULT.inside, DEFAULT.between))
     machine = replace(DEFAULT, inside=inside, between=between, collective=0.8)
-    best, quick = (planes.survey(problem, 7, machine=machine, every=every)[0][0] for every in ("choice", None))
+    best, quick = (choices(problem, 7, machine=machine, every=every)[0] for every in ("choice", None))
     assert (quick.tile, quick.schedule, quick.seconds) == (best.tile, best.schedule, best.seconds)
 
 
@@ -116,7 +98,7 @@ def test_messages_of_keys_that_hold_the_values():
 def test_tokens_of_all_ranks_together(seed):
     """On the direct route, counted from intervals, as rank by rank."""
     problem, ranks, how = draw(random.Random(seed))
-    for pair in how["pairs"] or search.layouts("auto", problem, ranks):
+    for pair in how["pairs"] or layouts("auto", problem, ranks):
         work = Work(problem.mask, *pair)
         for tile in tiles(ranks):
             load = Load(work, tile)
@@ -130,5 +112,5 @@ def test_ties_by_bytes_that_are_summed_in_another_order():
     machine = replace(DEFAULT, flops={"float32": 6e10, "float64": 3e7}, launch=2.4e-4, edge=0.0)
     pair = (Layout("contiguous", 1333, 6, (97, 220, 151, 211, 632, 22)),) * 2
     how = {"machine": machine, "direction": "both", "fixed": True, "pairs": [pair]}
-    best, quick = (planes.survey(problem, 6, **how, every=every)[0][0] for every in ("choice", None))
+    best, quick = (choices(problem, 6, **how, every=every)[0] for every in ("choice", None))
     assert (quick.tile, quick.schedule, quick.nbytes) == (best.tile, best.schedule, best.nbytes)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from searches import flat_choices
 
 from mpiattn import ArgumentError
 from mpiattn.model import cost, search
@@ -65,7 +66,7 @@ def test_never_faster_than_its_bounds_nor_much_slower(direction, causal):
             assert max(work, least) * (1 - 1e-9) <= seconds <= work + wire + 1e-9
             if min(tile.a, tile.b) > 1 and direction == "forward":
                 assert seconds < 1.35 * max(work, wire)
-            apart = timeline(on, tile, direction=direction, problem=problem, overlap=False).seconds
+            apart = timeline(on, tile, direction=direction, problem=problem, ahead=None).seconds
             assert apart >= seconds * (1 - 1e-9)
 
 
@@ -102,12 +103,12 @@ def test_a_card_that_ranks_share():
     ring, direct = (timeline(on, Tile(1, 1, 8), route=route).seconds for route in ("ring", "direct"))
     assert direct == pytest.approx(ring * (1 + 2 + 3 + 4 + 3 + 2 + 1) / 7, rel=0.01)
     for shared, route in ((1e9, "ring"), (None, "direct")):
-        best = search.evaluate(
+        best = flat_choices(
             PROBLEM, 8, route="auto", machine=replace(on, node_bandwidth=shared), shapes=[Tile(1, 1, 8)]
         )[0]
         assert best.route == route
     lowered = replace(PROBLEM, wire_dtype="float16")
-    assert search.evaluate(lowered, 8, route="auto", machine=on)[0].route == "direct"
+    assert flat_choices(lowered, 8, route="auto", machine=on)[0].route == "direct"
 
 
 def test_what_computing_cannot_hide():
@@ -153,24 +154,24 @@ def test_launches_of_few_keys(keys):
 def test_memory_bounds_how_far_ahead(monkeypatch):
     """Every step ahead takes a slot; a limit takes them away first, and then the tile."""
     on = machine(bandwidth=3e7)
-    free = search.evaluate(PROBLEM, 16, machine=on, shapes=[Tile(1, 1, 16)], kinds=("greedy",))[0]
+    free = flat_choices(PROBLEM, 16, machine=on, shapes=[Tile(1, 1, 16)], kinds=("greedy",))[0]
     chunk = 400 * token_bytes(PROBLEM)["KV"]
     assert free.ahead == 2
     for less, ahead in ((0, 2), (1, 1), (chunk, 1), (chunk + 1, 0), (2 * chunk, 0)):
-        limited = search.evaluate(
+        limited = flat_choices(
             PROBLEM, 16, machine=on, shapes=[Tile(1, 1, 16)], kinds=("greedy",), max_memory=free.nbytes - less
         )[0]
         assert (limited.ahead, limited.nbytes) == (ahead, free.nbytes - (2 - ahead) * chunk)
-    everything = search.evaluate(PROBLEM, 16, machine=on)
+    everything = flat_choices(PROBLEM, 16, machine=on)
     least = min(choice.nbytes for choice in everything) - 2 * chunk
-    limited = search.evaluate(PROBLEM, 16, machine=on, max_memory=least)
+    limited = flat_choices(PROBLEM, 16, machine=on, max_memory=least)
     assert limited[0].nbytes <= least < everything[0].nbytes and limited[0].seconds >= everything[0].seconds
     search.check_memory(limited, least)
     with pytest.raises(ArgumentError, match=r"max_memory is 1000 bytes a rank; the smallest plan .* needs"):
-        search.check_memory(search.evaluate(PROBLEM, 16, max_memory=1000), 1000)
+        search.check_memory(flat_choices(PROBLEM, 16, max_memory=1000), 1000)
     for wrong in (0, -1, 1.5, True, "1X"):
         with pytest.raises(ArgumentError, match="max_memory is"):
-            search.evaluate(PROBLEM, 16, max_memory=wrong)
+            flat_choices(PROBLEM, 16, max_memory=wrong)
 
 
 def test_machines_for_json():

@@ -44,7 +44,8 @@ from ..console import options
 from ..console.json_file import check_json, report_parts
 from ..console.launch import on_all_ranks
 from ..errors import ArgumentError
-from ..model import cost, search
+from ..model import cost
+from ..model.space import DIRECTIONS
 from ..plots import style
 from ..plots.timeline import timeline
 from ..schedule.route import ROUTES
@@ -147,7 +148,7 @@ def _sweep(job, args):
     how = options.given(args, *options.SHAPE, *options.MASKS, *PLAN, "direction", "timeout")
     data, passes = {"mpiattn": __version__, "ranks": comm.size, **_environment(peers)}, []
     for number, of_size in enumerate(asked, 1):
-        measured = measure.measure(job, of_size, how, search.DIRECTIONS[args.direction], args.runs, args.warmup)
+        measured = measure.measure(job, of_size, how, DIRECTIONS[args.direction], args.runs, args.warmup)
         plan = measured.plan
         by_plan = [passes_of(figures, plan.problem) for figures in measured.plans]
         summaries = [{name: timed.summary() for name, timed in of_plan.items()} for of_plan in by_plan]

@@ -8,7 +8,7 @@ from ..bench.kernel_report import as_text
 from ..comm.agreement import agreement
 from ..console import options
 from ..errors import ArgumentError
-from ..model.search import DIRECTIONS
+from ..model.space import DIRECTIONS
 from ..problem.problem import Problem
 from ..system import host
 from ..system.installation import CUPY

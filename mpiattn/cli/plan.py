@@ -6,14 +6,15 @@ tokens, heads and elements; output is in binary units (1 KiB = 1024 B) and secon
 """
 
 from dataclasses import asdict, replace
-from functools import partial
 
 from ..console import options
 from ..console.json_file import write_json
 from ..console.table import duration
 from ..errors import ArgumentError
 from ..model import cost, machine, planes, search
+from ..model.prediction import Choice
 from ..model.simulate import nodes_of, simulate
+from ..model.space import DIRECTIONS, SearchSpace, layouts
 from ..model.workload import Load, Work
 from ..plan.decision import Decision
 from ..plots import style
@@ -110,31 +111,24 @@ def run(args):
     asked = parse_tile(args.tile, args.ranks)
     kinds = cost.SCHEDULES if args.schedule == "auto" else (args.schedule,)
     on = _machine(args)
-    survey = partial(
-        planes.survey,
+    space = SearchSpace(
         problem,
         args.ranks,
-        args.route,
-        kinds,
-        direction=args.direction,
-        machine=on,
-        pairs=search.layouts(args.layout, problem, args.ranks, mask),
+        on,
+        route=args.route,
+        kinds=kinds,
+        pairs=layouts(args.layout, problem, args.ranks, mask),
         mesh_layout=args.mesh_layout,
+        direction=args.direction,
+        max_memory=args.max_memory,
         mask=mask,
     )
     planes.check_heads(asked, problem)
-    every = "tile" if args.ranks <= EVERY_TILE else None
-    choices, bounds_of_others = survey(max_memory=args.max_memory, every=every)
-    search.check_memory(choices, args.max_memory)
-    auto = choices[0]
-    free = [auto] if args.max_memory is None else survey(every=None)[0]
-    fastest, bounds = min(auto.seconds, free[0].seconds), bounds_of_others()
-    if asked in bounds:
-        choices += survey(max_memory=args.max_memory, every=None, shapes=[asked])[0]
-    best = {}
-    for choice in choices:  # best first
-        best.setdefault(choice.tile, choice)
-    best = {**bounds, **best}
+    choices, bounds, fastest = search.within_memory(space, every="tile" if args.ranks <= EVERY_TILE else None)
+    auto, best = choices[0], bounds()
+    if asked in best:
+        choices += search.survey(replace(space, shapes=[asked]), every=None)[0]
+    best |= {choice.tile: choice for choice in reversed(choices)}  # best first
     ring = best[Tile(1, 1, args.ranks)].sent_bytes
     shown = best[asked or auto.tile]
     least = least_sent(problem, args.ranks, mask.pairs(), args.direction)
@@ -160,7 +154,7 @@ def run(args):
     }
     nodes = nodes_of(args.ranks, on).tolist()
     decision = Decision(problem, shown, on, None, nodes, fastest, overlap=True, mask=mask, longest=shown.seconds)
-    schedules = [decision.schedule(direction) for direction in search.DIRECTIONS[args.direction]]
+    schedules = [decision.schedule(direction) for direction in DIRECTIONS[args.direction]]
     if args.steps:
         data["steps"] = {schedule.direction: _steps(schedule) for schedule in schedules}
     if args.plot is not None:
@@ -243,7 +237,7 @@ def _tile(problem, args, choice, ring, least):
 
     ring: bytes that tile 1xN sends.  least: those of `least_sent`.  What a `LowerBound` does not know is None.
     """
-    known = isinstance(choice, search.Choice)
+    known = isinstance(choice, Choice)
     volumes = [
         travels.volume(tile, travels.kv_share_of(problem, split_of(problem, tile.h)[1]), args.direction)
         for tile in (choice.tile, Tile(1, 1, args.ranks))

@@ -9,7 +9,8 @@ from ..errors import ArgumentError
 from ..files.hdf5 import AXES
 from ..model.cost import SCHEDULES
 from ..model.machine import BUILT_IN
-from ..model.search import DIRECTIONS, SAME_TIME
+from ..model.search import SAME_TIME
+from ..model.space import DIRECTIONS
 from ..problem.byte_counts import byte_count
 from ..problem.layout import LAYOUTS
 from ..problem.problem import ALIASES, ITEMSIZE

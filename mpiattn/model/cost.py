@@ -43,16 +43,16 @@ def transfer_costs(problem, tile, machine, direction="forward", nodes=None):
     return Costs(*(max(seconds, SHORTEST) / block for seconds in hops))
 
 
-def build(kind, tile, route, problem, machine=DEFAULT, direction="forward", nodes=None, ahead=AHEAD, overlap=True):
+def build(kind, tile, route, problem, machine=DEFAULT, direction="forward", nodes=None, ahead=AHEAD):
     """The schedule of a kind, "greedy" or "collective", for a tile.
 
     nodes: the node of every rank of the mesh; default as in `model.simulate`.
-    overlap: whether a step may have both transfers and blocks.  If False, no transfer is posted ahead either.
+    ahead: how many steps before its own a transfer may be posted; None if no step may have both transfers and blocks.
     Raises ArgumentError.
     """
     one_of("schedule", kind, (*SCHEDULES, "auto"))
     if kind == "collective":
         return collective(tile, route, direction)
     costs = transfer_costs(problem, tile, machine, direction, nodes)
-    schedule = greedy(tile, costs, route, direction, ahead if overlap else 0, problem.mask.opens_ahead)
-    return schedule if overlap else apart(schedule)
+    schedule = greedy(tile, costs, route, direction, ahead or 0, problem.mask.opens_ahead)
+    return apart(schedule) if ahead is None else schedule

@@ -1,10 +1,9 @@
-"""The least time and bytes that a tile can take under any schedule, from a few of its ranks.  Pure arithmetic.
+"""Lower bounds on the time and the bytes of tiles, from a few of their ranks.  Pure arithmetic.
 
-The search looks only at choices whose least may be the best.  Nothing here may exceed what `model.simulate` predicts.
-Few ranks are looked at, and each has only a few sums, so Python's own numbers are faster here than arrays.
+The search predicts only what may be the best by these bounds.  None may exceed what `model.simulate` predicts.
 """
 
-from functools import cached_property
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -12,129 +11,126 @@ import numpy as np
 from ..schedule.kinds import GATHERED, KINDS
 from ..schedule.remembered import Remembered
 from ..schedule.route import passed_on
+from ..schedule.tile import Tile
 from ..schedule.travels import token_bytes
-from .launches import ROUNDING
-from .simulate import nodes_of
-from .workload import chunks_of
+from .workload import chunks_of, edges
+
+ROUNDING = 1 - 1e-9  # of bounds whose terms are summed in another order than those of a choice
 
 
-class _Received(NamedTuple):
-    """What a rank receives from its row or column in all hops: from its own node, and from other nodes."""
+class _Blocks(NamedTuple):
+    """The blocks of some ranks under several tiles of as many chunks, those of a row together.
 
-    tokens: list
-    messages: list
-
-
-class _Transfers(NamedTuple):
-    """The least seconds of a rank's transfers in a pass.
-
-    busy: of its busier link.  begun: until the last transfer begins.  unhidden: of those beside no block.
-    merging: of partials.  collectives: of all transfers, if they are collectives.
+    ranks: (some,).  q, k: the chunks of every block: (tiles, blocks, some).
+    rows: where the blocks of each row begin, counted from the first of the first tile.
+    tiles: where the rows of each tile begin.
     """
 
-    busy: float
-    begun: float
-    unhidden: float
-    merging: float
-    collectives: float
+    ranks: np.ndarray
+    q: np.ndarray
+    k: np.ndarray
+    rows: np.ndarray
+    tiles: np.ndarray
+
+
+@lru_cache(8)  # other lengths of sequences have the same blocks
+def blocks_of(tiles):
+    """The `_Blocks` of tiles of one plane, of the first, the middle and the last rank: one is often the busiest."""
+    chunks, a = tiles[0].chunks, np.array([tile.a for tile in tiles])
+    ranks, numbers = np.unique([0, chunks // 2, chunks - 1]), np.arange(chunks)[:, None]
+    every = Tile(1, a[:, None, None], chunks // a[:, None, None])
+    q, k = every.in_row(ranks, numbers // every.b), every.in_column(ranks, numbers % every.b)
+    rows = np.concatenate([np.arange(0, chunks, tile.b) + i * chunks for i, tile in enumerate(tiles)])
+    return _Blocks(ranks, q, k, rows, np.cumsum(a) - a)
 
 
 class LowerBounds:
-    """Those for a tile and a pair of layouts.
+    """Those of the tiles of a plane, with a pair of layouts.
 
-    work: the `Work` of the layouts.
-    nodes: the node of every rank; None as in `model.simulate`.
-    launches: the `Launches` of this tile and others.
+    work: the `Work` of the layouts.  tiles: a tuple.  nodes: the node of every rank.  passes: those that are summed.
     """
 
-    def __init__(self, problem, work, tile, machine, nodes, launches):
-        self.problem, self.machine, self._work, self._tile = problem, machine, work, tile
-        self._launches = launches
-        self._some = self._launches.ranks
-        self._nodes = nodes_of(tile.ranks, machine) if nodes is None else np.asarray(nodes)
-        self._moved, self._transfers = Remembered(self._moved_in), Remembered(self._transfers_of)
-        self._received, self._tokens = Remembered(self._received_in), Remembered(self._tokens_of)
+    def __init__(self, problem, work, tiles, machine, nodes, passes):
+        self._problem, self._work, self._machine, self._nodes, self._passes = problem, work, machine, nodes, passes
+        self._blocks, self._numbers = blocks_of(tiles), {tile: i for i, tile in enumerate(tiles)}
+        self._computing = {direction: seconds for direction, seconds in zip(passes, self._launches())}
+        self._shortest = sum(seconds.max(axis=2) * ROUNDING for seconds in self._computing.values()).tolist()
+        self._transfers, self._received = Remembered(self._transfers_of), Remembered(self._received_in)
+        self.sent = Remembered(self._sent)
 
-    @cached_property
-    def _chunks(self):
-        """The chunks of queries and of keys of the ranks' tiles, each (hops, ranks)."""
-        return tuple(chunks_of(self._tile, column, self._some) for column in (False, True))
+    def _launches(self):
+        """Seconds of computing, of each pass: blocks launched one by one, and all in one launch: (2, tiles, some)."""
+        problem, work, machine, blocks = self._problem, self._work, self._machine, self._blocks
+        queries, keys = (lengths[chunks] for lengths, chunks in zip(work.lengths, (blocks.q, blocks.k)))
+        pairs = work.counts.at(blocks.q, blocks.k)
+        of_blocks, launched = edges(pairs, queries, keys, work.seen), (pairs > 0).sum(axis=1)
+        of_rows = np.maximum.reduceat(of_blocks.reshape(-1, len(blocks.ranks)), blocks.rows)
+        extra = np.stack([of_blocks.sum(axis=1), np.add.reduceat(of_rows, blocks.tiles)])
+        timed = pairs.sum(axis=1) + machine.edge_keys(problem.dtype) * extra
+        launching = machine.launch * np.stack([launched, launched > 0])
+        for direction in self._passes:
+            yield machine.compute(problem.flops_per_pair * timed, problem.dtype, direction) + launching
 
-    def _moved_in(self, column):
-        """Tokens that all ranks send along columns, or rows."""
-        return self._work.moved(column, self._tile)
+    def computing(self, tile, fused):
+        """Seconds of all passes if transfers took no time.  fused: whether all blocks are one launch."""
+        return self._shortest[fused][self._numbers[tile]]
 
-    def _tokens_of(self, column, gathered):
-        """Tokens that ranks need of others of their column or row or, not gathered, others of theirs: (hops, ranks)."""
-        group, others = self._chunks[column], self._chunks[not column]
-        if gathered:
-            return self._work.tokens(column, group, others)[1:]
-        users = group[1:]
-        own = np.broadcast_to(self._some, users.shape)
-        others = chunks_of(self._tile, not column, users.ravel())
-        return self._work.tokens(column, own.reshape(1, -1), others).reshape(own.shape)
-
-    def _received_in(self, column, gathered, ring):
-        """The `_Received` of every rank, of a kind that moves in columns or rows, and is gathered or not."""
-        group, hops = self._chunks[column], slice(1, None)
-        if ring:  # all comes from a neighbour
-            hops = slice(1, 2) if gathered else slice(-1, None)
-        crossing = self._nodes[group[hops]] != self._nodes[self._some]
-        tokens = self._tokens(column, gathered or ring)
-        by_link = np.stack([np.where(crossing, 0, tokens), np.where(crossing, tokens, 0)])
-        return list(map(_Received, by_link.sum(axis=1).T.tolist(), (by_link > 0).sum(axis=1).T.tolist()))
-
-    def sent(self, direction):
-        """{kind: bytes that a rank sends, mean over ranks}: exact on the direct route without collectives."""
+    def _sent(self, tile):
+        """{pass: {kind: bytes that a rank sends, mean over ranks}}: exact on the direct route without collectives."""
         return {
-            kind: self._moved(KINDS[direction][kind].column) * nbytes / self._tile.ranks
-            for kind, nbytes in token_bytes(self.problem, direction).items()
+            direction: {
+                kind: self._work.moved(KINDS[direction][kind].column, tile) * nbytes / tile.ranks
+                for kind, nbytes in token_bytes(self._problem, direction).items()
+            }
+            for direction in self._passes
         }
 
-    def _transfers_of(self, ring, direction):
-        """The `_Transfers` of every rank in a pass."""
-        kinds = []
-        for name, nbytes in token_bytes(self.problem, direction).items():
-            kind, gathered = KINDS[direction][name], name in GATHERED
-            if self._tile.extent(name) > 1:
-                arrays = len(kind.arrays_of(self.problem))
-                kinds.append((gathered, arrays, nbytes, self._received(kind.column, gathered, ring)))
-        return [
-            self._transfers_of_rank(ring, [(*kind, of_ranks[i]) for *kind, of_ranks in kinds])
-            for i in range(len(self._some))
-        ]
+    def seconds(self, tile, kind, route, overlap):
+        """Seconds of all passes.  kind: of schedule.  overlap: whether transfers may run beside blocks."""
+        total, fused, ring = 0.0, kind == "collective", passed_on(route)
+        for direction in self._passes:
+            computing = self._computing[direction][int(fused), self._numbers[tile]]
+            busy, unhidden, merging = self._transfers(tile, ring, direction)
+            if fused:
+                least = computing + merging + (1.0 if ring else self._machine.collective) * busy
+            else:
+                least = np.maximum(computing * (not overlap) + busy, computing + unhidden + merging)
+            total += least.max() * ROUNDING
+        return total
 
-    def _transfers_of_rank(self, ring, kinds):
-        """kinds: (whether it is gathered, its arrays, bytes of a token, the `_Received`) of each."""
-        machine, links = self.machine, (self.machine.inside, self.machine.between)
-        busy, unhidden, merging, collectives, received, pauses = [0.0, 0.0], 0.0, 0.0, 0.0, 0, []
-        for gathered, arrays, nbytes, (tokens, messages) in kinds:
-            lasting = [count * nbytes / link.bandwidth for count, link in zip(tokens, links)]
+    def _transfers_of(self, tile, ring, direction):
+        """Seconds of these ranks' busier links, of transfers beside no block, and of merging: each (some,)."""
+        links = self._machine.inside, self._machine.between
+        rates, apart = (np.array(of_links)[:, None] for of_links in zip(*((x.bandwidth, 1 - x.overlap) for x in links)))
+        busy, unhidden, merging = np.zeros((2, len(self._blocks.ranks))), 0.0, 0.0
+        for name, nbytes in token_bytes(self._problem, direction).items():
+            if tile.extent(name) == 1:
+                continue
+            gathered = name in GATHERED
+            received = self._received(tile, KINDS[direction][name].column, gathered, ring) * nbytes
+            lasting = received / rates
+            unhidden = unhidden + (apart * lasting).sum(axis=0)
             if gathered or not ring:
-                busy = [before + more for before, more in zip(busy, lasting)]
-            unhidden += sum((1 - link.overlap) * seconds for link, seconds in zip(links, lasting))
+                busy += lasting
             if not gathered and not ring:
-                merging += sum(tokens) * nbytes / machine.merging
-            if gathered:
-                received += sum(messages)
-                pauses.append(arrays * min(link.latency for link in links))
-            waits = sum(count * link.latency for count, link in zip(messages, links))
-            collectives += machine.collective * (max(lasting) + waits)
-        # of three transfers in a row, the last begins after another one ended
-        return _Transfers(max(busy), received // 2 * min(pauses, default=0.0), unhidden, merging, collectives)
+                merging = merging + received.sum(axis=0) / self._machine.merging
+        return busy.max(axis=0), unhidden, merging
 
-    def seconds(self, kind, route, direction, overlap=True):
-        """Seconds of a pass.
+    def _received_in(self, tile, column, gathered, ring):
+        """Tokens that each rank receives, from its own node and from others: (2, some).
 
-        kind: of schedule.  overlap: as in `model.cost.build`.
+        column: whether they move in columns.  gathered: whether they are chunks, else partials.
         """
-        ring = passed_on(route)
-
-        def of_rank(computing, transfers):
-            busy, begun, unhidden, merging, collectives = transfers
-            if kind == "collective":
-                return computing + merging + (busy if ring else collectives)
-            return max((0.0 if overlap else computing) + busy, begun, computing + unhidden + merging)
-
-        computing = self._launches.seconds(self._tile, kind == "collective", direction)
-        return max(map(of_rank, computing, self._transfers(ring, direction))) * ROUNDING
+        ranks, hops = self._blocks.ranks, slice(1, None)
+        group, others = (chunks_of(tile, of_keys, ranks) for of_keys in (column, not column))
+        if ring:  # all comes from a neighbour
+            hops = slice(1, 2) if gathered else slice(-1, None)
+        if gathered or ring:  # what it needs of the group's chunks
+            tokens = self._work.tokens(column, group, others)[1:]
+        else:  # what the group needs of its chunk
+            users = group[1:]
+            own = np.broadcast_to(ranks, users.shape)
+            others = chunks_of(tile, not column, users.ravel())
+            tokens = self._work.tokens(column, own.reshape(1, -1), others).reshape(own.shape)
+        crossing = self._nodes[group[hops]] != self._nodes[ranks]
+        return np.stack([np.where(crossing, 0, tokens).sum(axis=0), np.where(crossing, tokens, 0).sum(axis=0)])

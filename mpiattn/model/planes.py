@@ -1,28 +1,23 @@
-"""The choice of a tile with planes, and of the layout of the mesh: what regrouping costs and what it saves.
-
-Every number of planes leaves a smaller problem on fewer ranks, for which `mpiattn.model.search` chooses.
-"""
+"""Planes of a mesh on the caller's ranks: which rank has which place, and what it takes to regroup heads and tokens."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import ArgumentError
 from ..problem.layout import Layout
-from ..schedule.regroup import Regrouping, every_tile, plane_problem, split
-from ..schedule.remembered import Remembered
+from ..schedule.kinds import IN_COLUMNS, KINDS
+from ..schedule.regroup import Regrouping, split
 from ..schedule.tile import Tile
-from . import cost, memory, search
-from .branch_and_bound import SECONDS, SENT
-from .folding import folding_seconds
-from .launches import ROUNDING
-from .machine import DEFAULT
+from ..schedule.travels import size_of
+from . import memory
 from .regrouped import Regrouped, of_token
-from .simulate import COPYING, nodes_of
+from .simulate import COPYING
+from .space import balancing, pair_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +25,7 @@ if TYPE_CHECKING:
     from ..problem.problem import Problem
     from .machine import Machine
 
-LOOKED_AT = 8  # ranks whose regrouping is timed
+TIMED = 8  # ranks whose regrouping is timed
 
 
 def check_heads(tile: Tile | None, problem: Problem) -> None:
@@ -85,51 +80,50 @@ def aligned(pair: tuple[Layout, Layout], planes: int) -> tuple[Layout, Layout]:
     """
     if planes == 1:
         return pair
-    return _of_both(lambda layout: reordered_stripes(layout, planes) if layout.kind == "striped" else layout, pair)
+    return _of_both(lambda layout: _reordered_stripes(layout, planes) if layout.kind == "striped" else layout, pair)
 
 
-def reordered_stripes(layout: Layout, planes: int) -> Layout:
+def _reordered_stripes(layout: Layout, planes: int) -> Layout:
     """A striped layout in the order of `aligned`."""
     order = np.arange(layout.chunks).reshape(planes, -1).T
     return replace(layout, order=tuple(order.ravel().tolist()))
 
 
-def inner_layouts(problem, pair, chunks, mesh_layout, others, mask):
+def inner_layouts(space, pair, chunks):
     """The pairs of layouts, of queries and of keys, that a plane of so many ranks may compute with.
 
-    pair: the caller's.  others: whether "auto" tries other kinds than those.  mesh_layout, mask: as for `survey`.
+    space: a completed `SearchSpace`.  pair: one of its `pairs`.
     """
-    if not isinstance(mesh_layout, str):
-        return [mesh_layout]
+    problem, wanted = space.problem, space.mesh_layout
+    if not isinstance(wanted, str):
+        return [wanted]
+    if wanted != "auto":
+        return [pair_of((wanted, wanted), problem, chunks)]
+    own = pair if pair[0].chunks == chunks else pair_of([layout.kind for layout in pair], problem, chunks)
+    others = balancing(space.mask, chunks) if len(space.pairs) == 1 else ()
+    return list(dict.fromkeys([own, *(pair_of((kind, kind), problem, chunks) for kind in others)]))
 
-    if mesh_layout != "auto":
-        return [search.pair_of((mesh_layout, mesh_layout), problem, chunks)]
-    own = pair if pair[0].chunks == chunks else search.pair_of([layout.kind for layout in pair], problem, chunks)
-    kinds = search.balancing(mask or problem.mask, chunks) if others else ()
-    return list(dict.fromkeys([own, *(search.pair_of((kind, kind), problem, chunks) for kind in kinds)]))
 
-
-def looked_at(tile):
+def timed(tile):
     """The ranks whose regrouping is timed: all, of few."""
-    return sorted({i * tile.ranks // LOOKED_AT for i in range(LOOKED_AT)})
+    return sorted({i * tile.ranks // TIMED for i in range(TIMED)})
 
 
-class _Cost:
-    """What regrouping adds to the passes of a direction: seconds, bytes sent by pass, bytes of memory."""
+class _Regrouping:
+    """What regrouping adds to the passes of a space: seconds, {pass: bytes sent}, bytes of memory."""
 
-    def __init__(self, regrouping, machine, nodes, direction):
-        tile, self.passes = regrouping.tile, search.DIRECTIONS[direction]
-        nodes = nodes[places(tile)]  # by rank of the mesh
-        ranks = looked_at(tile)
+    def __init__(self, regrouping, space):
+        tile, machine, passes = regrouping.tile, space.machine, space.passes
+        nodes = space.nodes[places(tile)]  # by rank of the mesh
+        ranks = timed(tile)
         lengths = [layout.lengths for layout in regrouping.outer]
         most = [of_ranks.index(max(of_ranks)) for of_ranks in lengths]
-        sharing = np.bincount(nodes).max()
         rate = machine.between.bandwidth
         if machine.node_bandwidth is not None:
-            rate = min(rate, machine.node_bandwidth / sharing)
+            rate = min(rate, machine.node_bandwidth / np.bincount(nodes).max())
         exchanged = Regrouped(regrouping, list(dict.fromkeys([*ranks, *most])), nodes)
         self.sent, self.seconds, self.nbytes = {}, 0.0, 0
-        for name in self.passes:
+        for name in passes:
             inside, between, near, far, packed, copied = exchanged.of_pass(name)
             seconds = (
                 inside / machine.inside.bandwidth
@@ -141,199 +135,82 @@ class _Cost:
             self.sent[name] = float((inside + between)[: len(ranks)].sum() / len(ranks))
             self.seconds += float(seconds.max())
             self.nbytes += int(packed.max())
-        self.nbytes += memory.outer_bytes(regrouping.problem, list(map(max, lengths)), "backward" in self.passes)
+        self.nbytes += memory.outer_bytes(regrouping.problem, list(map(max, lengths)), "backward" in passes)
         longest = [max(layout.lengths) for layout in regrouping.inner]
-        for name in self.passes:
+        for name in passes:
             widened = of_token(regrouping.problem, tile.h, name).widened
             self.nbytes += sum(nbytes * tokens for nbytes, tokens in zip(widened, longest))
 
 
-class _Split:
-    """A number of planes with layouts, pair: the caller's, and inner: those with which a plane computes.
+class Arrangement:
+    """A number of planes and the layouts of the caller's ranks and of a plane: what comes before and after the passes.
 
-    regrouped: False where heads and tokens stay.  model: the `search.Model` of a plane, without a limit for memory.
-    alike: layouts with the same chunks as inner, the same for all kinds if there is one chunk.
+    space: a completed `SearchSpace`.  pair: the caller's layouts, inner: those with which a plane computes.
+    regrouped: False where heads and tokens stay, with one plane in the caller's layouts.
     """
 
-    def __init__(self, whole, planes, pair, inner):
-        self._whole, self.pair, self.inner = whole, pair, inner
+    def __init__(self, space, planes, pair, inner):
+        self._space, self.pair, self.inner = space, pair, inner
         self.regrouped = planes > 1 or pair != inner
-        self.model = whole.of_plane(planes, self.regrouped)
-        self.tile = Tile(planes, 1, inner[0].chunks)  # regrouping does not depend on the shape of a plane
-        self.alike = inner if inner[0].chunks > 1 else whole.one_chunk
+        self._tile = Tile(planes, 1, inner[0].chunks)  # regrouping does not depend on the shape of a plane
+
+    @cached_property
+    def _cost(self):
+        """The `_Regrouping`; None if there is none."""
+        if not self.regrouped:
+            return None
+        return _Regrouping(Regrouping(self._space.problem, self._tile, self._outer, self.inner), self._space)
 
     @cached_property
     def _outer(self):
         """The caller's layouts by rank of the mesh."""
-        return reordered(self.pair, places(self.tile)) if self.tile.h > 1 else self.pair
+        return reordered(self.pair, places(self._tile)) if self._tile.h > 1 else self.pair
 
     @cached_property
     def least_sent(self):
-        """Bytes that regrouping sends at least: of a rank's tokens, as many as possible are those of its own chunk."""
+        """A quick lower bound on the bytes of regrouping: a rank keeps as many of its tokens as its chunk can hold."""
         if not self.regrouped:
-            return 0
-        planes, ranks, total = self.tile.h, looked_at(self.tile), 0
-        tokens = []
+            return 0.0
+        planes, ranks, given, taken = self._tile.h, timed(self._tile), [], []
         for outer, inner in zip(self._outer, self.inner):
-            pairs = [(outer.lengths[rank], inner.lengths[rank % self.tile.chunks]) for rank in ranks]
-            tokens.append(
-                (sum(planes * own - min(own, of) for own, of in pairs), sum(of - min(own, of) for own, of in pairs))
-            )
-        for name in search.DIRECTIONS[self._whole.direction]:
-            nbytes = of_token(self._whole.problem, planes, name).exchanged[:, :, 0, 0].tolist()
-            total += sum(nbytes[given][keys] * tokens[keys][given] for given in (0, 1) for keys in (0, 1))
-        return total / len(ranks)
+            own, of_mesh = (np.array(layout.lengths) for layout in (outer, inner))
+            own, of_mesh = own[ranks], of_mesh[np.array(ranks) % self._tile.chunks]
+            kept = np.minimum(own, of_mesh)
+            given.append((planes * own - kept).sum())
+            taken.append((of_mesh - kept).sum())
+        tokens = np.array([given, taken])  # before a pass, and after it
+        nbytes = sum(of_token(self._space.problem, planes, name).exchanged[:, :, 0, 0] for name in self._space.passes)
+        return float((nbytes * tokens).sum()) / len(ranks)
 
-    @cached_property
-    def cost(self):
-        """The `_Cost` of regrouping; None if there is none."""
-        if not self.regrouped:
-            return None
-        whole = self._whole
-        regrouping = Regrouping(whole.problem, self.tile, self._outer, self.inner)
-        return _Cost(regrouping, whole.machine, whole.nodes, whole.direction)
-
-    def added(self, sent):
-        """What a rank sends in the passes of a plane, by pass and kind, and before and after them."""
-        if self.cost is None:
-            return sent
-        return {name: {**kinds, "regrouped": self.cost.sent[name]} for name, kinds in sent.items()}
-
-    @cached_property
-    def limited(self):
-        """The model of a plane that has the memory that regrouping leaves."""
-        if self.cost is None or self._whole.max_memory is None:
-            return self.model
-        return self.model.limited(max(self._whole.max_memory - self.cost.nbytes, 1))
-
-
-class _Case(NamedTuple):
-    """As `search.Case`: a tile with planes.  of_plane: the case of a plane."""
-
-    tile: Tile
-    split: _Split
-    of_plane: search.Case
+    def sent(self, of_plane):
+        """{pass: {kind: bytes}} that a rank sends, of those that it sends in the passes of a plane."""
+        if self._cost is None:
+            return of_plane
+        return {name: {**kinds, "regrouped": self._cost.sent[name]} for name, kinds in of_plane.items()}
 
     @property
-    def kind(self):
-        """Of the schedule."""
-        return self.of_plane.kind
+    def nbytes(self):
+        """Bytes of memory for regrouping."""
+        return 0 if self._cost is None else self._cost.nbytes
 
+    def seconds(self, tile):
+        """Seconds before and after the passes: of regrouping, in which ranks wait; else of folding a batch."""
+        if self._cost is not None:
+            return self._cost.seconds
+        return sum(self._folding(tile, name) for name in self._space.passes)
 
-class _Model:
-    """As `search.Model`, of cases with any number of planes."""
+    def _folding(self, tile, direction):
+        """Seconds in which the longest chunks of a batch are folded into the heads, and their results unfolded.
 
-    def __init__(self, problem, shapes, machine, direction, nodes, overlap, max_memory, mask):
-        self.problem, self.shapes, self.machine, self.direction, self.nodes = problem, shapes, machine, direction, nodes
-        self.overlap, self.max_memory, self.mask = overlap, max_memory, mask
-        self.of_plane = Remembered(self._of_plane)
-        self.one_chunk = search.pair_of(("contiguous", "contiguous"), problem, 1)
-        self.lower_bounds = (
-            (SECONDS, self.computing),
-            (SENT, self.least_sent),
-            (SENT, self.sent),
-            (SECONDS, self.seconds),
+        Chunks that no other rank needs are read where the caller has them.
+        """
+        problem, machine = self._space.problem, self._space.machine
+        if problem.batch == 1:
+            return 0.0
+        longest = [max(layout.lengths) for layout in self.pair]
+        nbytes = sum(
+            longest[name in IN_COLUMNS] * size_of(array.held(problem) for array in kind.arrays_of(problem))
+            for name, kind in KINDS[direction].items()
+            if tile.extent(name) > 1
         )
-
-    def _of_plane(self, planes, regrouped):
-        """The `search.Model` of a plane.  regrouped: False where heads and tokens stay, and a batch is one."""
-        return search.Model(
-            plane_problem(self.problem, planes) if regrouped else self.problem,
-            [shape.plane for shape in self.shapes if shape.h == planes],
-            of_plane(self.machine, self.nodes, planes),
-            self.direction,
-            self.nodes[::planes],
-            self.overlap,
-            self.max_memory,
-            self.mask,
-        )
-
-    def computing(self, case):
-        """Seconds that no choice of a case is below, of its computing alone."""
-        return case.split.model.computing(case.of_plane)
-
-    def least_sent(self, case):
-        """Bytes that no choice of a case sends less than, without a look at what is regrouped."""
-        return (case.split.model.sent(case.of_plane) + case.split.least_sent) * ROUNDING
-
-    def sent(self, case):
-        """Bytes that no choice of a case sends less than."""
-        return search.sent_bytes(case.split.added(case.split.model.sent_by_pass(case.of_plane)))
-
-    def _added(self, case):
-        """Seconds before and after the passes of a plane."""
-        if case.split.cost is not None:
-            return case.split.cost.seconds
-        passes, how = search.DIRECTIONS[self.direction], (self.problem, case.tile, case.split.pair, self.machine)
-        return sum(folding_seconds(*how, name) for name in passes)
-
-    def seconds(self, case):
-        """Seconds that no choice of a case is below."""
-        return case.split.model.seconds(case.of_plane) + self._added(case)
-
-    def lower_bound(self, cases):
-        """The `search.LowerBound` of the cases of a tile."""
-        case, _ = search.least_of(self, cases)
-        bound = case.split.model.lower_bound([case.of_plane])
-        seconds = bound.seconds + self._added(case)
-        bound = bound._replace(tile=case.tile, layouts=case.split.pair, seconds=seconds)
-        return bound._replace(sent=case.split.added(bound.sent))
-
-    def choice(self, case):
-        """The `search.Choice` of a case."""
-        added, choice = case.split.cost, case.split.limited.choice(case.of_plane)
-        seconds, waiting = choice.seconds + self._added(case), choice.waiting * choice.seconds
-        choice = choice._replace(
-            tile=case.tile, layouts=case.split.pair, mesh_layouts=case.split.inner, seconds=seconds
-        )
-        if added is not None:
-            waiting += added.seconds
-            choice = choice._replace(sent=case.split.added(choice.sent), nbytes=choice.nbytes + added.nbytes)
-        return choice._replace(waiting=waiting / seconds if seconds else 0.0)
-
-
-def survey(
-    problem,
-    ranks,
-    route="direct",
-    kinds=cost.SCHEDULES,
-    shapes=None,
-    pairs=None,
-    mesh_layout="auto",
-    fixed=False,
-    machine=DEFAULT,
-    direction="forward",
-    nodes=None,
-    overlap=True,
-    max_memory=None,
-    every="choice",
-    mask=None,
-):
-    """The choices and lower bounds of `search.survey` for every number of planes, best first.
-
-    Arguments as there.  mesh_layout: kind of layout in which the mesh computes, a pair of layouts, or "auto": the
-    caller's or, if that is given, also others that may balance the mask better.
-    fixed: whether the caller has said which rank holds which chunk of `pairs`.  Else stripes may be dealt out so that
-    the ranks of a chunk exchange among themselves.
-    """
-    nodes = nodes_of(ranks, machine) if nodes is None else np.asarray(nodes)
-    pairs = pairs or search.layouts("auto", problem, ranks, mask)
-    shapes = shapes or every_tile(ranks, problem.heads, problem.kv_heads, problem.batch)
-    model = _Model(problem, shapes, machine, direction, nodes, overlap, search.memory_limit(max_memory), mask)
-    ways = [
-        _Split(model, planes, own, inner)
-        for planes in dict.fromkeys(shape.h for shape in shapes)
-        for pair in pairs
-        for own in [pair if fixed else aligned(pair, planes)]
-        for inner in inner_layouts(problem, pair, ranks // planes, mesh_layout, len(pairs) == 1, mask)
-    ]
-    chosen_routes = search.routes(route, problem, machine)
-    cases = [
-        _Case(shape, split, search.Case(shape.plane, kind, chosen_route, split.alike))
-        for split in ways
-        for shape in shapes
-        if shape.h == split.tile.h
-        for kind in (kinds if shape.chunks > 1 else kinds[:1])  # with one chunk there is nothing to collect
-        for chosen_route in chosen_routes
-    ]
-    return search.find(model, cases, every)
+        return nbytes / (COPYING * machine.merging)

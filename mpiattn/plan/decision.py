@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..model import cost, planes, search
+from ..model import cost, planes
 from ..model.machine import Machine
+from ..model.prediction import Choice
 from ..model.simulate import simulate
 from ..model.workload import Load, Work
 from ..problem.mask import Mask
@@ -38,7 +39,7 @@ class Decision:
     """
 
     problem: Problem
-    choice: search.Choice
+    choice: Choice
     machine: Machine
     order: tuple[int, ...] | None
     nodes: list[int]
@@ -121,9 +122,8 @@ class Decision:
 
     def _schedule(self, direction: str) -> Schedule:
         c = self.choice
-        return cost.build(
-            c.schedule, c.tile, c.route, self.problem, self.machine, direction, self.nodes, c.ahead, self.overlap
-        )
+        ahead = c.ahead if self.overlap else None
+        return cost.build(c.schedule, c.tile, c.route, self.problem, self.machine, direction, self.nodes, ahead)
 
     def predicted(self, direction: str = "forward") -> Timeline:
         """The predicted `mpiattn.schedule.timeline.Timeline` of a pass on the mesh, for all of its ranks.

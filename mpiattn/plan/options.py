@@ -9,8 +9,9 @@ from ..arguments.keywords import for_record
 from ..comm.exchange import MAX_MESSAGE, message_limit
 from ..comm.peers import check_timeout
 from ..comm.transport import check_transport
-from ..model import cost, planes, search
+from ..model import cost, planes
 from ..model.machine import DEFAULT
+from ..model.space import DIRECTIONS, layouts, memory_limit, routes
 from ..problem.choices import one_of
 from ..problem.documents import expected_cuts
 from ..problem.layout import LAYOUTS
@@ -45,11 +46,11 @@ class Options:
     def checked(self, problem: Problem, ranks: int) -> CheckedOptions:
         """The same as values; raises ArgumentError."""
         check_timeout(self.timeout)
-        one_of("direction", self.direction, tuple(search.DIRECTIONS))
+        one_of("direction", self.direction, tuple(DIRECTIONS))
         one_of("schedule", self.schedule, (*cost.SCHEDULES, "auto"))
         one_of("overlap", self.overlap, (True, False))
         check_transport(self.backend, self.transport)
-        search.routes(self.route, problem, DEFAULT)
+        routes(self.route, problem, DEFAULT)
         one_of("mesh_layout", self.mesh_layout, (*LAYOUTS, "auto"))
         tile = parse_tile(self.tile, ranks)
         planes.check_heads(tile, problem)
@@ -58,10 +59,10 @@ class Options:
             self.unchecked(),
             tile=tile,
             expected_cu_seqlens=cuts,
-            layout=search.layouts(self.layout, problem, ranks, problem.mask_of(cuts)),
+            layout=layouts(self.layout, problem, ranks, problem.mask_of(cuts)),
             fixed=not isinstance(self.layout, str),
             max_message=message_limit(self.max_message),
-            max_memory=search.memory_limit(self.max_memory),
+            max_memory=memory_limit(self.max_memory),
         )
 
     def unchecked(self) -> CheckedOptions:

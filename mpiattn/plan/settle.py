@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from ..arguments.keywords import for_record
 from ..comm.agreement import AsGiven, agreement, from_rank_0
 from ..comm.transport import make_backend
-from ..model import cost, planes, search
+from ..model import cost, search
+from ..model.space import SearchSpace
 from ..model.tuned import machine_for
 from ..problem.problem import Problem
 from .decision import Decision
@@ -84,32 +85,26 @@ def _choose(
 ) -> Decision:
     """The fastest Decision that the checked options allow."""
     mask = problem.mask_of(checked.expected_cu_seqlens)
-    survey = functools.partial(
-        planes.survey,
+    space = SearchSpace(
         problem,
         len(nodes),
-        checked.route,
+        machine,
+        route=checked.route,
+        kinds=cost.SCHEDULES if checked.schedule == "auto" else (checked.schedule,),
+        shapes=checked.tile and [checked.tile],
         pairs=checked.layout,
+        fixed=checked.fixed,
         mesh_layout=checked.mesh_layout,
         direction=checked.direction,
-        kinds=cost.SCHEDULES if checked.schedule == "auto" else (checked.schedule,),
-        machine=machine,
         nodes=nodes,
-        shapes=checked.tile and [checked.tile],
         overlap=checked.overlap,
-        fixed=checked.fixed,
-        every=None,
+        max_memory=checked.max_memory,
         mask=mask,
     )
-    free, _ = survey()
-    choices = free if checked.max_memory is None else survey(max_memory=checked.max_memory)[0]
-    search.check_memory(choices, checked.max_memory)
-    fastest = min(free[0].seconds, choices[0].seconds)
-    best = choices[0]
+    (best, *_), _, fastest = search.within_memory(space)
     longest = best.seconds
     if mask != problem.mask:  # any call may have other documents, or none
-        of_choice = {"shapes": [best.tile], "pairs": [best.layouts], "kinds": [best.schedule], "fixed": True}
-        (whole, *_), _ = survey(**{**of_choice, "mesh_layout": best.mesh_layouts, "mask": None})
+        (whole, *_), _ = search.survey(replace(space.only(best), mask=None), every=None)
         longest = max(longest, whole.seconds)
     return Decision(problem, best, machine, order, nodes, fastest, checked.overlap, mask, longest)
 

@@ -8,7 +8,7 @@ from test_agreement import same_error
 
 from mpiattn import ArgumentError, Layout, MeshAttention
 from mpiattn.comm.peers import Peers
-from mpiattn.model import planes
+from mpiattn.model import search
 
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
 HOW = [
@@ -84,20 +84,20 @@ def test_like_a_plan_like_another(comm):
 
 def test_nothing_is_searched(comm, monkeypatch):
     """One small allreduce, and one tile of one schedule, route and layout looked at."""
-    waits, asked, survey = [], [], planes.survey
+    waits, asked, survey = [], [], search.survey
     wait = Peers.wait
 
     def counted(self, *arguments, **options):
         waits.append(arguments)
         return wait(self, *arguments, **options)
 
-    def noted(*arguments, **options):
-        asked.append((len(options["shapes"]), len(options["kinds"]), len(options["pairs"])))
-        return survey(*arguments, **options)
+    def noted(space, every):
+        asked.append((len(space.shapes), len(space.kinds), len(space.pairs)))
+        return survey(space, every)
 
     with MeshAttention(comm, seqlen=100, **SHAPE, causal=True) as first:
         monkeypatch.setattr(Peers, "wait", counted)
-        monkeypatch.setattr(planes, "survey", noted)
+        monkeypatch.setattr(search, "survey", noted)
         with first.like(seqlen=200):
             assert len(waits) == (comm.size > 1) and asked == [(1, 1, 1)]
 

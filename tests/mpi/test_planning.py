@@ -11,7 +11,7 @@ from test_agreement import same_error
 from mpiattn import ArgumentError, KVCache, MeshAttention
 from mpiattn.comm.agreement import from_rank_0, is_everywhere
 from mpiattn.comm.peers import HEAD, Peers
-from mpiattn.model import planes
+from mpiattn.model import search
 from mpiattn.model.machine import DEFAULT, H100
 
 SHAPE = {"seqlen": 203, "heads": 4, "head_dim": 8, "causal": True, "direction": "both"}
@@ -203,8 +203,8 @@ def test_expected_documents_that_cannot_be(comm):
 def test_a_choice_is_made_once(comm, monkeypatch):
     """Rank 0 remembers what it chose, by all that the choice depends on."""
     searched = []
-    survey = planes.survey
-    monkeypatch.setattr(planes, "survey", lambda *args, **how: searched.append(args) or survey(*args, **how))
+    survey = search.survey
+    monkeypatch.setattr(search, "survey", lambda *args, **how: searched.append(args) or survey(*args, **how))
     slow = DEFAULT.with_ranks(1 + comm.size)
     counts = []
     for how in ({}, {}, {"timeout": 50}, {"machine": slow}, {"machine": slow}, {"seqlen": 207}, {}, {"overlap": False}):

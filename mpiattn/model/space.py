@@ -1,0 +1,167 @@
+"""What a search may choose: the arguments of a plan, checked, and the record that a search takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..errors import ArgumentError
+from ..problem.byte_counts import byte_count
+from ..problem.choices import one_of
+from ..problem.layout import LAYOUTS, Layout, of_sizes
+from ..schedule.regroup import every_tile
+from ..schedule.route import ROUTES, passed_on
+from .cost import SCHEDULES
+from .machine import DEFAULT, Machine
+from .simulate import nodes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    from ..problem.mask import Mask
+    from ..problem.problem import Problem
+    from ..schedule.tile import Tile
+    from .prediction import Choice
+
+    Pair = tuple[Layout, Layout]
+
+# The passes that a plan is optimised for.
+DIRECTIONS = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
+# Layouts that "auto" may choose, simplest first: the earlier wins a tie.
+AUTO_LAYOUTS = ("contiguous", "zigzag", "striped")
+
+
+def balancing(mask: Mask, chunks: int) -> tuple[str, ...]:
+    """The kinds of layout that "auto" considers.
+
+    Without a mask, or with one chunk, all balance equally well; then only the simplest.
+    """
+    return AUTO_LAYOUTS[:1] if mask.full or chunks == 1 else AUTO_LAYOUTS
+
+
+def pair_of(kinds: Sequence[str], problem: Problem, chunks: int) -> Pair:
+    """Layouts of queries and of keys of two kinds; one and the same if they are equal, since it keeps its ranges."""
+    queries, keys = (Layout(kind, tokens, chunks) for kind, tokens in zip(kinds, (problem.seqlen, problem.seqlen_k)))
+    return queries, queries if queries == keys else keys
+
+
+def layouts(argument: Any, problem: Problem, ranks: int, mask: Mask | None = None) -> list[Pair]:
+    """The pairs of layouts, (of queries, of keys), that an argument allows.  Raises ArgumentError.
+
+    argument: a kind, "auto", a `Layout`, sizes of chunks, or a pair of these two.  "auto" without a mask allows
+        "contiguous" only, because all kinds balance equally well then.
+    """
+    if isinstance(argument, str):
+        one_of("layout", argument, (*LAYOUTS, "auto"))
+        kinds = [argument] if argument != "auto" else balancing(mask or problem.mask, ranks)
+        return [pair_of((kind, kind), problem, ranks) for kind in kinds]
+    pair = of_sizes(argument, ranks)
+    if isinstance(pair, Layout):
+        pair = pair, pair
+    elif isinstance(pair, tuple):
+        pair = tuple(of_sizes(layout, ranks) for layout in pair)
+    if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(layout, Layout) for layout in pair)):
+        raise ArgumentError(
+            f"layout is {argument!r}; it may be auto, {', '.join(LAYOUTS)}, a Layout, a tuple of the ranks' numbers of "
+            "tokens, or a pair of these two"
+        )
+    if [(layout.seqlen, layout.chunks) for layout in pair] != [(problem.seqlen, ranks), (problem.seqlen_k, ranks)]:
+        raise ArgumentError(
+            f"layout is {argument!r}; it must be of {problem.seqlen} queries and {problem.seqlen_k} "
+            f"keys on {ranks} ranks"
+        )
+    return [pair]
+
+
+def routes(route: str, problem: Problem, machine: Machine) -> list[str]:
+    """The routes that an argument allows.  Raises ArgumentError.
+
+    "auto" considers the ring route only if the ranks of a node share its card: neighbours cross nodes less often.
+    Otherwise both routes cost the same.  Partials that are rounded for the wire cannot take the ring route.
+    """
+    one_of("route", route, (*ROUTES, "auto"))
+    lowered = problem.wire_dtype != problem.partial_dtype
+    if lowered and passed_on(route):
+        raise ArgumentError(
+            f"wire_dtype is {problem.wire_dtype!r}; on the ring route, where partials are rounded at "
+            f"every hop, it must be {problem.partial_dtype!r}"
+        )
+    if route != "auto":
+        return [route]
+    return [name for name in ROUTES if not passed_on(name) or not (lowered or machine.node_bandwidth is None)]
+
+
+def memory_limit(value: Any) -> int | None:
+    """max_memory as an int, or None; raises ArgumentError."""
+    return None if value is None else byte_count("max_memory", value)
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """A problem on the ranks of a machine, and the choices among which a search takes the best.
+
+    route: of ROUTES, or "auto".  kinds: of schedules.
+    shapes: the tiles; None for all whose planes can split the problem.
+    pairs: pairs of layouts (of queries, of keys) of the caller's ranks; None for those that "auto" allows.
+    fixed: whether the caller has said which rank holds which chunk of `pairs`.  Else stripes may be dealt out so that
+        the ranks of a chunk exchange among themselves.
+    mesh_layout: kind of layout in which the mesh computes, a pair of layouts, or "auto": the caller's or, if that is
+        given, also others that may balance the mask better.
+    direction: a key of DIRECTIONS.
+    nodes: the node of every rank; None as in `model.simulate`.
+    overlap: whether transfers may run beside blocks.
+    max_memory: bytes a rank.  Choices that need more come last.  Transfers are posted ahead only as far as it allows.
+    mask: that of the documents to expect, for times and bytes; None for the problem's, by which memory always goes.
+    """
+
+    problem: Problem
+    ranks: int
+    machine: Machine = DEFAULT
+    route: str = "direct"
+    kinds: Sequence[str] = SCHEDULES
+    shapes: Sequence[Tile] | None = None
+    pairs: Sequence[Pair] | None = None
+    fixed: bool = False
+    mesh_layout: str | Pair = "auto"
+    direction: str = "forward"
+    nodes: Any = None
+    overlap: bool = True
+    max_memory: int | str | None = None
+    mask: Mask | None = None
+
+    def completed(self) -> SearchSpace:
+        """The same with values in place of None, but for max_memory; raises ArgumentError."""
+        p, nodes = self.problem, self.nodes
+        return replace(
+            self,
+            shapes=self.shapes or every_tile(self.ranks, p.heads, p.kv_heads, p.batch),
+            pairs=self.pairs or layouts("auto", p, self.ranks, self.mask),
+            nodes=nodes_of(self.ranks, self.machine) if nodes is None else np.asarray(nodes),
+            max_memory=memory_limit(self.max_memory),
+            mask=self.mask or p.mask,
+        )
+
+    def only(self, choice: Choice) -> SearchSpace:
+        """The space of the tile, schedule and layouts of a choice, without a limit for memory."""
+        return replace(
+            self,
+            kinds=[choice.schedule],
+            shapes=[choice.tile],
+            pairs=[choice.layouts],
+            fixed=True,
+            mesh_layout=choice.mesh_layouts,
+            max_memory=None,
+        )
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """The passes that are predicted."""
+        return DIRECTIONS[self.direction]
+
+    @property
+    def routes(self) -> list[str]:
+        """The routes that are considered; raises ArgumentError."""
+        return routes(self.route, self.problem, self.machine)
