@@ -230,6 +230,23 @@ def within_memory(space, every=None):
     return choices, bounds, fastest
 
 
+def without_documents(space, choice):
+    """Predicted seconds of a choice if its calls have no documents: the least of any route, whatever its memory."""
+    return survey(
+        replace(
+            space,
+            mask=None,
+            kinds=[choice.schedule],
+            shapes=[choice.tile],
+            pairs=[choice.layouts],
+            fixed=True,
+            mesh_layout=choice.mesh_layouts,
+            max_memory=None,
+        ),
+        every=None,
+    )[0][0].seconds
+
+
 def check_memory(choices, max_memory):
     """Raise ArgumentError if the best choice needs more than max_memory bytes on any rank; None for no limit."""
     if not fits(choices[0], max_memory):

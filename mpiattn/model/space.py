@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ..problem.mask import Mask
     from ..problem.problem import Problem
     from ..schedule.tile import Tile
-    from .prediction import Choice
 
     Pair = tuple[Layout, Layout]
 
@@ -142,18 +141,6 @@ class SearchSpace:
             nodes=nodes_of(self.ranks, self.machine) if nodes is None else np.asarray(nodes),
             max_memory=memory_limit(self.max_memory),
             mask=self.mask or p.mask,
-        )
-
-    def only(self, choice: Choice) -> SearchSpace:
-        """The space of the tile, schedule and layouts of a choice, without a limit for memory."""
-        return replace(
-            self,
-            kinds=[choice.schedule],
-            shapes=[choice.tile],
-            pairs=[choice.layouts],
-            fixed=True,
-            mesh_layout=choice.mesh_layouts,
-            max_memory=None,
         )
 
     @property

@@ -104,8 +104,7 @@ def _choose(
     (best, *_), _, fastest = search.within_memory(space)
     longest = best.seconds
     if mask != problem.mask:  # any call may have other documents, or none
-        (whole, *_), _ = search.survey(replace(space.only(best), mask=None), every=None)
-        longest = max(longest, whole.seconds)
+        longest = max(longest, search.without_documents(space, best))
     return Decision(problem, best, machine, order, nodes, fastest, checked.overlap, mask, longest)
 
 
