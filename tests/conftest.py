@@ -28,6 +28,7 @@ if importlib.util.find_spec("mpiattn") is None:
 
 import draws  # noqa: E402  (beside this file; pytest puts the folder on the path)
 import launch  # noqa: E402
+import warm  # noqa: E402
 
 MPI_TESTS = HERE / "mpi"
 # Machines that somebody measured here must not decide what is tested, nor may a test change them.
@@ -139,6 +140,7 @@ def pytest_internalerror(excrepr):
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session, exitstatus):
+    warm.end()
     if RANK and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK
     if SIZE > 1:

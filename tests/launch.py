@@ -174,17 +174,17 @@ def limited(command, timeout, env, cwd=None, check=True):
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        stdout, stderr = _kill(process)
+        stdout, stderr = kill(process)
         pytest.fail(f"no end after {timeout:g} s: {' '.join(command)}\n{stdout}\n{stderr}", pytrace=False)
     except BaseException:
-        _kill(process)
+        kill(process)
         raise
     if check and process.returncode:
         pytest.fail(f"exit code {process.returncode}: {' '.join(command)}\n{stdout}\n{stderr}", pytrace=False)
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
-def _kill(process):
+def kill(process):
     """End a launch and its ranks; returns what they wrote.
 
     Launchers put ranks into process groups of their own, which only they can end: they are asked first.

@@ -10,6 +10,7 @@ from threading import Timer
 import launch
 import numpy as np
 import pytest
+import warm
 from files import RANK_1_RAISES, assert_right, write_input
 from launch import mpirun
 
@@ -17,9 +18,12 @@ RUN = [sys.executable, "-m", "mpiattn", "run"]
 DEATH = 10  # seconds within which a launch must end when one of its ranks was killed
 
 
-def fails(source, out, *options, n=3, command=RUN, code=1, **how):
-    """Run what must fail; returns the one line that says why."""
-    outcome = mpirun(n, [*command, source, out, *options], timeout=40, check=False, **how)
+def fails(source, out, *options, n=3, command=None, code=1):
+    """Run what must fail, in a launch of its own if it is another command; returns the one line that says why."""
+    if command is None:
+        outcome = warm.command(n, ["run", source, out, *options], check=False)
+    else:
+        outcome = mpirun(n, [*command, source, out, *options], timeout=40, check=False)
     assert outcome.returncode == code, outcome
     said = [line for line in outcome.stderr.splitlines() if line.startswith("mpiattn")]
     assert len(said) == 1, outcome.stderr
