@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import launch
 import pytest
+import warm
 
 from mpiattn import backends
 from mpiattn.console.blas_environment import name_core_type
@@ -19,7 +20,11 @@ INFO = [sys.executable, "-m", "mpiattn", "info"]
 
 
 def info(n, *arguments, **options):
-    return launch.mpirun(n, [*INFO, *arguments], **options)
+    return (
+        launch.mpirun(n, [*INFO, *arguments], **options)
+        if "env" in options
+        else warm.command(n, ["info", *arguments], **options)
+    )
 
 
 def test_one_table_for_all_ranks():
