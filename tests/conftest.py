@@ -48,6 +48,7 @@ else:
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
     parser.addoption("--all", action="store_true", help="run every case of each sweep, not a few drawn ones")
+    parser.addoption("--most", type=int, metavar="N", help="run at most N cases of each test, drawn")
 
 
 @pytest.hookimpl(trylast=True)  # after the terminal reporter is there
@@ -116,7 +117,7 @@ def pytest_itemcollected(item):
 def pytest_collection_modifyitems(config, items):
     """Multi-rank tests first, so that the other ranks don't spin in MPI while rank 0 runs the serial ones."""
     kept = items if config.option.slow else [item for item in items if not item.get_closest_marker("slow")]
-    kept = kept if config.option.all else draws.drawn(kept, SIZE)
+    kept = kept if config.option.all else draws.drawn(kept, SIZE, config.option.most)
     config.hook.pytest_deselected(items=list(set(items).difference(kept)))
     items[:] = sorted(kept, key=lambda item: not _is_multi_rank(item.path))
 

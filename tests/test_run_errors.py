@@ -117,7 +117,7 @@ def test_files_of_others_stay(tmp_path, out):
     write_input(theirs)
     before = theirs.read_bytes()
     assert "must be another file" in fails(theirs, theirs)
-    mpirun(2, [*RUN, theirs, out])
+    warm.command(2, ["run", theirs, out])
     assert theirs.read_bytes() == before
 
 
@@ -140,7 +140,7 @@ def test_json_on_a_full_disk(tmp_path):
 def test_odd_home(tmp_path, home):
     """The store of machines is then not there."""
     source = write_input(tmp_path / "in.h5")
-    mpirun(2, ["env", "-u", "XDG_CONFIG_HOME", *RUN, source, tmp_path / "out.h5"], timeout=40, env=home)
+    warm.command(2, ["run", source, tmp_path / "out.h5"], env={"XDG_CONFIG_HOME": None, **home})
     assert_right(source, tmp_path / "out.h5")
 
 

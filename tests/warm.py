@@ -27,15 +27,17 @@ KINDS = "code", "out", "err"
 _launches = []
 
 
-def command(n, arguments, check=True, cwd=None):
+def command(n, arguments, check=True, cwd=None, env=None):
     """Run `mpiattn arguments` on n ranks; returns a CompletedProcess, whose returncode is that of every rank.
 
     With `check` the test fails on another code than 0.  cwd: the folder to run it in, else that of the caller.
+    env: variables, but those that MPI and BLAS look at when they start; None takes one away.
     """
     launch.require_launch()
     if n > MOST:
+        assert not env
         return launch.mpirun(n, [sys.executable, "-m", "mpiattn", *arguments], LONGEST, check=check, cwd=cwd)
-    return _ranks(n).run([*map(str, arguments)], check, str(cwd or os.getcwd()))
+    return _ranks(n).run([*map(str, arguments)], check, str(cwd or os.getcwd()), env or {})
 
 
 def end():
@@ -66,10 +68,10 @@ class _Ranks:
                 start_new_session=True,
             )
 
-    def run(self, arguments, check, cwd):
+    def run(self, arguments, check, cwd, env):
         self.number += 1
         files = {kind: [self.place / f"{self.number}.{rank}.{kind}" for rank in range(self.n)] for kind in KINDS}
-        _write(self.place / f"{self.number}.json", json.dumps([arguments, cwd]))
+        _write(self.place / f"{self.number}.json", json.dumps([arguments, cwd, env]))
         limit = time.monotonic() + LONGEST * launch.time_factor()
         while not all(path.exists() for path in files["code"]):
             if self.process.poll() is not None or time.monotonic() > limit:
@@ -120,8 +122,12 @@ def _serve(folder):
         what = json.loads(asked.read_text())
         if what is None:
             return
-        arguments, place = what
+        arguments, place, more = what
         os.chdir(place)
+        for name, value in more.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
         files = f"{number}.{MPI.COMM_WORLD.rank}"
         code = _run(arguments, folder / f"{files}.out", folder / f"{files}.err")
         gc.collect()  # files that the traceback of an error keeps open
