@@ -101,7 +101,11 @@ def test_the_mpiexec_of_another_mpi():
     )
     outcomes = [
         subprocess.run(
-            CHECK, env=launch.environment({size: "2", rank: str(number)}), text=True, capture_output=True, timeout=60
+            CHECK,
+            env=launch.environment({size: "2", rank: str(number)}),
+            text=True,
+            capture_output=True,
+            timeout=launch.patience(60),
         )
         for number in range(2)
     ]
@@ -119,7 +123,7 @@ def test_srun_without_an_interface_to_mpi():
         env=launch.environment({"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "0"}),
         text=True,
         capture_output=True,
-        timeout=60,
+        timeout=launch.patience(60),
     )
     assert outcome.returncode == 1 and "the launcher started 3 ranks, this MPI" in outcome.stdout
 
@@ -284,7 +288,7 @@ def test_full_starts_no_mpi():
         text=True,
         env=launch.environment(),
         capture_output=True,
-        timeout=60,
+        timeout=launch.patience(60),
         check=True,
     ).stdout.split()
     assert "mpiattn.cli.check" in loaded and "mpi4py" not in loaded
@@ -316,7 +320,7 @@ def test_full_from_an_installed_package(tmp_path):
         [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", target, tree],
         text=True,
         capture_output=True,
-        timeout=300,
+        timeout=launch.patience(300),
     )
     assert not made.returncode, made.stderr
     shutil.rmtree(tree)

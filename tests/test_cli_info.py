@@ -104,7 +104,7 @@ def test_alone_and_under_the_mpiexec_of_another_mpi():
     other = "PMI_SIZE" if launch.vendor() == "openmpi" else "OMPI_COMM_WORLD_SIZE"
     texts = [
         subprocess.run(
-            INFO, env=launch.environment(extra), text=True, capture_output=True, timeout=60, check=True
+            INFO, env=launch.environment(extra), text=True, capture_output=True, timeout=launch.patience(60), check=True
         ).stdout
         for extra in ({}, {other: "2"})
     ]

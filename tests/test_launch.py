@@ -8,12 +8,13 @@ import subprocess
 import sys
 import time
 
+import draws
 import launch
 import pytest
 
 pytestmark = pytest.mark.workshop
 WHOLE = (2,)  # rank counts that run all tests
-BRIEF = 1, 3, 4  # that run few by default, a case of each, the others with --slow
+BRIEF = 1, 3, 4  # that run few by default, a case of each, the others with --slow; one in turn runs those of any number
 MORE = 5, 6, 7, 8, 12  # that run few, a case of each, with --slow
 CHOSEN = os.environ.get("MPIATTN_RANKS")
 RANKS = [int(n) for n in CHOSEN.split(",")] if CHOSEN else sorted(WHOLE + BRIEF + MORE)
@@ -53,7 +54,7 @@ def test_multi_rank(run_multi_rank, n):
     if CHOSEN or n in WHOLE:
         run_multi_rank(n)
     else:
-        run_multi_rank(n, "-m", FEW, most=1)
+        run_multi_rank(n, "-m", FEW if n == BRIEF[draws.seed() % len(BRIEF)] else "group", most=1)
 
 
 @pytest.mark.slow
@@ -78,7 +79,7 @@ def test_time_limit_ends_every_rank(tmp_path):
         "time.sleep(300)"
     )
     start = time.monotonic()
-    with pytest.raises(pytest.fail.Exception, match=f"no end after {2 * launch.time_factor():g} s"):
+    with pytest.raises(pytest.fail.Exception, match=r"no end after [0-9.e+]+ s"):
         launch.mpirun(2, [sys.executable, "-c", code], timeout=2, cwd=tmp_path)
     ranks = [int(path.name) for path in tmp_path.iterdir()]
     assert len(ranks) == 2

@@ -153,7 +153,7 @@ def test_standard_output_is_closed(tmp_path):
         stdout=writing,
         stderr=subprocess.PIPE,
         env=launch.environment(),
-        timeout=60,
+        timeout=launch.patience(60),
     )
     os.close(writing)
     assert (outcome.returncode, outcome.stderr) == (141, b"")
