@@ -16,7 +16,7 @@ pytestmark = [
 RUN = [sys.executable, "-m", "mpiattn", "run"]
 
 
-@pytest.mark.draw(2)
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     "n, options",
