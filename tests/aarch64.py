@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import launch
 import numpy as np
 import pytest
 
@@ -67,9 +68,11 @@ def _program():
         subprocess.run(
             [COMPILER, *FLAGS, f"-I{sources / 'cpu'}", *options, "-c", sources / source, "-o", objects[-1]],
             check=True,
-            timeout=300,
+            timeout=launch.patience(300),
         )
-    subprocess.run([COMPILER, *FLAGS, *objects, "-lm", "-o", folder / "launches"], check=True, timeout=60)
+    subprocess.run(
+        [COMPILER, *FLAGS, *objects, "-lm", "-o", folder / "launches"], check=True, timeout=launch.patience(60)
+    )
     return temporary, folder / "launches"
 
 

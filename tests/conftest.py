@@ -28,6 +28,7 @@ if importlib.util.find_spec("mpiattn") is None:
 
 import draws  # noqa: E402  (beside this file; pytest puts the folder on the path)
 import launch  # noqa: E402
+import warm  # noqa: E402
 
 MPI_TESTS = HERE / "mpi"
 # Machines that somebody measured here must not decide what is tested, nor may a test change them.
@@ -47,6 +48,7 @@ else:
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
     parser.addoption("--all", action="store_true", help="run every case of each sweep, not a few drawn ones")
+    parser.addoption("--most", type=int, metavar="N", help="run at most N cases of each test, drawn")
 
 
 @pytest.hookimpl(trylast=True)  # after the terminal reporter is there
@@ -115,7 +117,7 @@ def pytest_itemcollected(item):
 def pytest_collection_modifyitems(config, items):
     """Multi-rank tests first, so that the other ranks don't spin in MPI while rank 0 runs the serial ones."""
     kept = items if config.option.slow else [item for item in items if not item.get_closest_marker("slow")]
-    kept = kept if config.option.all else draws.drawn(kept, SIZE)
+    kept = kept if config.option.all else draws.drawn(kept, SIZE, config.option.most)
     config.hook.pytest_deselected(items=list(set(items).difference(kept)))
     items[:] = sorted(kept, key=lambda item: not _is_multi_rank(item.path))
 
@@ -139,6 +141,7 @@ def pytest_internalerror(excrepr):
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session, exitstatus):
+    warm.end()
     if RANK and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK
     if SIZE > 1:

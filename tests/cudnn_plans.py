@@ -10,6 +10,8 @@ import json
 import subprocess
 import sys
 
+import launch
+
 CAPABILITIES = (80, 90, 100)
 CASES = (  # dtype, head_dim, value_dim, right
     ("bfloat16", 64, 64, None),
@@ -65,7 +67,7 @@ def stubs(compiler, folder, capability):
         source = folder / f"{name}.c"
         source.write_text(text)
         options = ["-w", "-shared", "-fPIC", f"-DMAJOR={capability // 10}", f"-Wl,-soname,{name}"]
-        subprocess.run([compiler, *options, "-o", folder / name, source], check=True, timeout=60)
+        subprocess.run([compiler, *options, "-o", folder / name, source], check=True, timeout=launch.patience(60))
 
 
 def described(capability):

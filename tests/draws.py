@@ -4,8 +4,8 @@
     @pytest.mark.draw(3, slow=1)             and one of its slow ones; draw(slow=1): all but these
     pytest.param(..., marks=turn(1, 4))      where it is this case's turn of four, in all tests alike
 
---all runs every case.  The seed is MPIATTN_SEED, else the number of commits before and with the checkout's; each run
-prints it.
+--most N takes at most N cases of every test, marked or not, of each group of ranks; --all runs every case.  The seed is
+MPIATTN_SEED, else the number of commits before and with the checkout's; each run prints it.
 """
 
 import os
@@ -36,16 +36,20 @@ def _of_the_commit():
         return None
 
 
-def drawn(items, ranks):
-    """The items to run, in their order: of each sweep a few.  ranks: of this run; each rank count draws others."""
+def drawn(items, ranks, most=None):
+    """The items to run, in their order: of each sweep a few, and of each test at most `most`.
+
+    ranks: of this run; each rank count draws others.
+    """
     sweeps = defaultdict(list)
     left_out = {item for item in items if (turn := item.get_closest_marker("turn")) and not _has_turn(*turn.args)}
     for item in items:
         if item in left_out:
             continue
-        if (mark := item.get_closest_marker("draw")) and (count := _count(mark, item)) is not None:
+        counts = [most, _count(item.get_closest_marker("draw"), item)]
+        if (count := min((count for count in counts if count is not None), default=None)) is not None:
             slow = bool(item.get_closest_marker("slow"))
-            sweeps[item.parent, item.originalname, _group(item), slow, count].append(item)
+            sweeps[item.parent, getattr(item, "originalname", item.name), _group(item), slow, count].append(item)
     for (*_, count), cases in sweeps.items():
         cases.sort(key=lambda item: sha256(f"{seed()} {ranks} {item.name}".encode()).digest())
         left_out.update(cases[count:])
@@ -54,6 +58,8 @@ def drawn(items, ranks):
 
 def _count(mark, item):
     """How many cases are drawn of those that are slow, or are not, as this one; None for all."""
+    if mark is None:
+        return None
     every = mark.args[0] if mark.args else None
     return mark.kwargs.get("slow", every) if item.get_closest_marker("slow") else every
 

@@ -132,7 +132,7 @@ def time_factor():
         if not 0 < factor < float("inf"):
             raise pytest.UsageError(f"{FACTOR} is {setting!r}; it must be a positive number")
         return factor
-    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    load = _load()
     if under_launcher() or mpiexec() is None:
         return max(1.0, load)
     start = time.monotonic()
@@ -143,6 +143,16 @@ def time_factor():
         timeout=120,
     )
     return max(1.0, load, (time.monotonic() - start) / QUIET)
+
+
+def _load():
+    """Processes that want to run, for each core."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1)
+
+
+def patience(seconds):
+    """A time limit of a process that is no launch, which may come when the machine has long been busy."""
+    return seconds * max(time_factor(), _load())
 
 
 def mpirun(n, command, timeout=60, env=None, cwd=None, check=True):
@@ -157,10 +167,10 @@ def mpirun(n, command, timeout=60, env=None, cwd=None, check=True):
 def limited(command, timeout, env, cwd=None, check=True):
     """Run a command that starts ranks; returns a CompletedProcess with text stdout and stderr.
 
-    After `timeout` seconds times `time_factor()` the launch and all its ranks are killed and the test fails with their
-    output; with `check` it also fails on a non-zero exit code.
+    After `timeout` seconds times `time_factor()`, or times the load if that has grown since, the launch and all its
+    ranks are killed and the test fails with their output; with `check` it also fails on a non-zero exit code.
     """
-    command, timeout = [*map(str, command)], timeout * time_factor()
+    command, start, limit = [*map(str, command)], time.monotonic(), timeout * time_factor()
     process = subprocess.Popen(
         command,
         env=env | {FACTOR: str(time_factor())},
@@ -172,19 +182,23 @@ def limited(command, timeout, env, cwd=None, check=True):
         start_new_session=True,
     )
     try:
-        stdout, stderr = process.communicate(timeout=timeout)
+        try:
+            stdout, stderr = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            stdout, stderr = process.communicate(timeout=max(0, timeout * _load() - limit))
     except subprocess.TimeoutExpired:
-        stdout, stderr = _kill(process)
-        pytest.fail(f"no end after {timeout:g} s: {' '.join(command)}\n{stdout}\n{stderr}", pytrace=False)
+        stdout, stderr = kill(process)
+        passed = f"{time.monotonic() - start:.4g}"
+        pytest.fail(f"no end after {passed} s: {' '.join(command)}\n{stdout}\n{stderr}", pytrace=False)
     except BaseException:
-        _kill(process)
+        kill(process)
         raise
     if check and process.returncode:
         pytest.fail(f"exit code {process.returncode}: {' '.join(command)}\n{stdout}\n{stderr}", pytrace=False)
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
-def _kill(process):
+def kill(process):
     """End a launch and its ranks; returns what they wrote.
 
     Launchers put ranks into process groups of their own, which only they can end: they are asked first.

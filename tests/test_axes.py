@@ -5,6 +5,7 @@ import sys
 import h5py
 import numpy as np
 import pytest
+import warm
 from files import assert_right, write_input
 from launch import mpirun
 from mpi4py import MPI
@@ -14,8 +15,6 @@ from mpiattn import ArgumentError, FileError
 from mpiattn.cli import main
 from mpiattn.decode.cache_file import read_cache_shapes
 from mpiattn.files import hdf5
-
-RUN = [sys.executable, "-m", "mpiattn", "run"]
 
 
 def turned(source, path, but=("lse",)):
@@ -69,11 +68,10 @@ def test_decode(tmp_path):
         "cache": write_input(tmp_path / "cache.h5", cu_seqlens=[0, 40, 60]),
         "q": write_input(tmp_path / "q.h5", batch=2, seqlen=3, k=None, v=None),
     }
-    decode = [sys.executable, "-m", "mpiattn", "decode"]
-    outcome = mpirun(2, [*decode, *files.values(), tmp_path / "out.h5", "--verify", "--padding"])
+    outcome = warm.command(2, ["decode", *files.values(), tmp_path / "out.h5", "--verify", "--padding"])
     assert "7 more tokens of CACHE" in outcome.stdout
     other = [turned(path, tmp_path / f"{name}_bhsd.h5") for name, path in files.items()]
-    mpirun(2, [*decode, *other, tmp_path / "out_bhsd.h5", "--verify", "--padding", "--axes", "bhsd"])
+    warm.command(2, ["decode", *other, tmp_path / "out_bhsd.h5", "--verify", "--padding", "--axes", "bhsd"])
     with h5py.File(tmp_path / "out.h5") as natural, h5py.File(tmp_path / "out_bhsd.h5") as made:
         assert np.array_equal(natural["out"][:].swapaxes(1, 2), made["out"][:])
         assert np.array_equal(natural["lse"][:], made["lse"][:])
@@ -143,14 +141,14 @@ def test_every_command_refuses(tmp_path, capsys):
     assert main(["convert", str(wrong), str(out), "--only", "k,v"]) == 1
     assert "its k would have 67 " + says.format(2) in capsys.readouterr().err
     assert main(["convert", str(wrong), str(out), "--only", "q"]) == 0  # queries may be a few, of many heads
-    for command, of_command in ((RUN[-1:], []), (["decode"], [wrong])):
-        outcome = mpirun(2, [*RUN[:-1], *command, wrong, *of_command, tmp_path / "no.h5"], check=False)
+    for command, of_command in ((["run"], []), (["decode"], [wrong])):
+        outcome = warm.command(2, [*command, wrong, *of_command, tmp_path / "no.h5"], check=False)
         assert outcome.returncode == 1 and outcome.stderr.count(says.format(4 if command == ["run"] else 2)) == 1
 
 
 def test_shapes_that_do_not_fit(tmp_path):
     """They are told in the order in which they are meant to be."""
     source = write_input(tmp_path / "in.h5", batch=2, seqlen=30, v=np.zeros((2, 2, 31, 16), "f4"))
-    outcome = mpirun(2, [*RUN, source, tmp_path / "out.h5", "--axes", "bhsd"], check=False)
+    outcome = warm.command(2, ["run", source, tmp_path / "out.h5", "--axes", "bhsd"], check=False)
     assert outcome.returncode == 1
     assert "(2, 2, 31, 16); they must be q (batch, heads, seqlen, head_dim), k (batch, kv_heads" in outcome.stderr

@@ -10,6 +10,7 @@ import time
 
 import launch
 import pytest
+import warm
 
 from mpiattn.system import host
 from mpiattn.system.gpu_probe import SENDING, probe
@@ -27,10 +28,13 @@ sys.exit(main(["check", *sys.argv[2:]]))
 TIMEOUT = 2.0
 
 
-def check(n, *arguments, spoil=None, code=0, command=CHECK, **options):
+def check(n, *arguments, spoil=None, code=0, **options):
     """Run the check with --json; returns its items by name, its facts and what it printed."""
-    command = command if spoil is None else [sys.executable, "-c", DRIVER, spoil]
-    outcome = launch.mpirun(n, [*command, "--json", "-", *arguments], timeout=120, check=False, **options)
+    if spoil is None and not options:
+        outcome = warm.command(n, ["check", "--json", "-", *arguments], check=False)
+    else:
+        command = CHECK if spoil is None else [sys.executable, "-c", DRIVER, spoil]
+        outcome = launch.mpirun(n, [*command, "--json", "-", *arguments], timeout=120, check=False, **options)
     assert bool(outcome.returncode) == bool(code), outcome
     assert "Traceback" not in outcome.stderr
     data = json.loads(outcome.stdout[: outcome.stdout.rindex("}") + 1])  # a launcher may add that the code was not 0
@@ -41,7 +45,7 @@ def check(n, *arguments, spoil=None, code=0, command=CHECK, **options):
 @pytest.mark.draw(1)
 @pytest.mark.parametrize("n", [4, 1, 2, 5])
 def test_passes_here(tmp_path, n):
-    text = launch.mpirun(n, [*CHECK, "--folder", tmp_path, "--json", tmp_path / "check.json"], timeout=120).stdout
+    text = warm.command(n, ["check", "--folder", tmp_path, "--json", tmp_path / "check.json"]).stdout
     data = json.loads((tmp_path / "check.json").read_text())
     assert data["passed"] and len(data["ranks"]) == n
     lines = text.splitlines()
@@ -57,16 +61,22 @@ def test_all_ranks_on_one_core():
     assert items["binding"]["status"] == "WARN" and "ranks 0-1 share 1 core" in items["binding"]["text"]
 
 
-def test_too_many_threads():
+@pytest.fixture(scope="module")
+def many_threads():
+    """One launch with more threads than cores, and an MPI that is asked for none."""
     many = str(4 * len(os.sched_getaffinity(0)))
-    items, data, _ = check(2, env={"OPENBLAS_NUM_THREADS": many, "OMP_NUM_THREADS": many})
+    return check(2, env={"OPENBLAS_NUM_THREADS": many, "OMP_NUM_THREADS": many, "MPI4PY_RC_THREAD_LEVEL": "single"})
+
+
+def test_too_many_threads(many_threads):
+    items, data, _ = many_threads
     if data["ranks"][0]["blas"]["threads"] is None:
         pytest.skip("this BLAS does not tell its threads")
     assert items["threads"]["status"] == "WARN" and "NUM_THREADS=" in items["threads"]["advice"]
 
 
-def test_thread_level():
-    items, data, _ = check(2, env={"MPI4PY_RC_THREAD_LEVEL": "single"})
+def test_thread_level(many_threads):
+    items, data, _ = many_threads
     if data["ranks"][0]["mpi"]["thread_level"] != "SINGLE":
         pytest.skip("this MPI gives more than is asked for")
     assert items["MPI"]["status"] == "WARN"
@@ -75,11 +85,11 @@ def test_thread_level():
 def test_two_nodes():
     if launch.vendor() != "mpich":
         pytest.skip("only MPICH can pretend to have two nodes")
-    items, data, _ = check(4, env={"MPIR_CVAR_NUM_CLIQUES": "2"})
-    assert "4 ranks on 2 nodes, 2 a node" in items["ranks"]["text"]
+    items, data, _ = check(3, env={"MPIR_CVAR_NUM_CLIQUES": "2"})
+    assert "3 ranks on 2 nodes, " in items["ranks"]["text"]
     assert "between nodes: " in items["links"]["text"]
     nodes = [rank["node"] for rank in data["ranks"]]
-    assert [link["between"] for link in data["links"]] == [nodes[rank - 1] != nodes[rank] for rank in range(4)]
+    assert [link["between"] for link in data["links"]] == [nodes[rank - 1] != nodes[rank] for rank in range(3)]
 
 
 def test_the_mpiexec_of_another_mpi():
@@ -91,7 +101,11 @@ def test_the_mpiexec_of_another_mpi():
     )
     outcomes = [
         subprocess.run(
-            CHECK, env=launch.environment({size: "2", rank: str(number)}), text=True, capture_output=True, timeout=60
+            CHECK,
+            env=launch.environment({size: "2", rank: str(number)}),
+            text=True,
+            capture_output=True,
+            timeout=launch.patience(60),
         )
         for number in range(2)
     ]
@@ -109,33 +123,50 @@ def test_srun_without_an_interface_to_mpi():
         env=launch.environment({"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "0"}),
         text=True,
         capture_output=True,
-        timeout=60,
+        timeout=launch.patience(60),
     )
     assert outcome.returncode == 1 and "the launcher started 3 ranks, this MPI" in outcome.stdout
 
 
-def test_versions_that_differ():
-    spoil = (
-        "from mpiattn.system import host\nhonest = host.version\n"
-        "host.version = lambda *names: '0.1' if rank and 'mpi4py' in names else honest(*names)"
-    )
-    items, *_ = check(3, spoil=spoil, code=1)
+SPOILT = """
+from mpiattn import backends
+from mpiattn.system import host
+version, exists, best = host.version, os.path.exists, type(backends.get())
+merge = best.merge
+def wrong(self, out, lse, *others, **how):
+    event = merge(self, out, lse, *others, **how)
+    out *= 1 + 1e-3 * (rank == 1)
+    return event
+host.version = lambda *names: "0.1" if rank and "mpi4py" in names else version(*names)
+best.merge = wrong
+os.path.exists = lambda path: exists(path) and not (rank and "check" in str(path))
+"""
+
+
+@pytest.fixture(scope="module")
+def spoilt(tmp_path_factory):
+    """One launch whose ranks have other versions, another folder, and one of them wrong results."""
+    folder = tmp_path_factory.mktemp("folder")
+    items, *_ = check(3, "--folder", folder, spoil=SPOILT, code=1)
+    return items, folder
+
+
+def test_versions_that_differ(spoilt):
+    items, _ = spoilt
     assert items["versions"]["status"] == "FAIL" and "0.1 on ranks 1-2" in items["versions"]["text"]
 
 
-def test_wrong_results():
-    spoil = (
-        "from mpiattn import backends\nbest = type(backends.get())\nhonest = best.merge\n"
-        "def merge(self, out, lse, *others, **how):\n"
-        "    event = honest(self, out, lse, *others, **how)\n"
-        "    out *= 1 + 1e-3 * (rank == 1)\n"
-        "    return event\n"
-        "best.merge = merge"
-    )
-    items, *_ = check(2, spoil=spoil, code=1)
+def test_wrong_results(spoilt):
+    items, _ = spoilt
     assert items["results"]["status"] == "FAIL"
-    assert "tile 2x1, full, greedy, direct route: " in items["results"]["text"]
+    assert "tile 3x1, full, greedy, direct route: " in items["results"]["text"]
     assert "out off by " in items["results"]["text"] and "FAILED" in items["results"]["text"]
+
+
+def test_ranks_that_see_another_folder(spoilt):
+    items, folder = spoilt
+    assert "that ranks 1-2 on" in items["files"]["text"] and "not there" in items["files"]["text"]
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.draw(1)
@@ -143,15 +174,6 @@ def test_wrong_results():
 def test_folder_that_takes_no_file(folder):
     items, *_ = check(2, "--folder", folder, code=1)
     assert items["files"]["status"] == "FAIL" and f"cannot write in {folder!r}" in items["files"]["text"]
-
-
-def test_ranks_that_see_another_folder(tmp_path):
-    spoil = (
-        "honest = os.path.exists\nos.path.exists = lambda path: honest(path) and not (rank and 'check' in str(path))"
-    )
-    items, *_ = check(3, "--folder", tmp_path, spoil=spoil, code=1)
-    assert "that ranks 1-2 on" in items["files"]["text"] and "not there" in items["files"]["text"]
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.draw(1)
@@ -249,13 +271,13 @@ def test_probe_from_inside_a_launch(tmp_path, spoil, says):
     ],
 )
 def test_arguments_that_do_not_fit(arguments, text):
-    outcome = launch.mpirun(2, [*CHECK, *arguments], check=False)
+    outcome = warm.command(2, ["check", *arguments], check=False)
     assert outcome.returncode and outcome.stderr.count(text) == 1, outcome.stderr
 
 
 def test_wrong_options_are_said_once(tmp_path):
     for arguments, text in ((["--timeout=0"], "timeout is 0"), (["--json", "/no/such/a.json"], "--json is '/no/such/")):
-        outcome = launch.mpirun(2, [*CHECK, *arguments], check=False)
+        outcome = warm.command(2, ["check", *arguments], check=False)
         assert outcome.returncode and outcome.stderr.count(text) == 1, outcome.stderr
 
 
@@ -266,7 +288,7 @@ def test_full_starts_no_mpi():
         text=True,
         env=launch.environment(),
         capture_output=True,
-        timeout=60,
+        timeout=launch.patience(60),
         check=True,
     ).stdout.split()
     assert "mpiattn.cli.check" in loaded and "mpi4py" not in loaded
@@ -298,7 +320,7 @@ def test_full_from_an_installed_package(tmp_path):
         [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", target, tree],
         text=True,
         capture_output=True,
-        timeout=300,
+        timeout=launch.patience(300),
     )
     assert not made.returncode, made.stderr
     shutil.rmtree(tree)

@@ -6,13 +6,14 @@ import sys
 import h5py
 import numpy as np
 import pytest
+import warm
 from launch import mpirun
 
 BENCH = [sys.executable, "-m", "mpiattn", "bench", "--seqlen", "130", "--heads", "4", "--head-dim", "16", "--runs", "2"]
 
 
 def bench(n, *options, **how):
-    return mpirun(n, [*BENCH, *options], **how)
+    return warm.command(n, [*BENCH[3:], *options], **how)
 
 
 @pytest.mark.slow
@@ -26,7 +27,6 @@ def test_sweep(tmp_path):
         tmp_path / "b.json",
         "--hdf5",
         tmp_path / "b.h5",
-        timeout=120,
     )
     assert "both" in outcome.stdout and "BYTES" not in outcome.stdout
     data = json.loads((tmp_path / "b.json").read_text())

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import launch
 import pytest
+import warm
 
 from mpiattn import backends
 from mpiattn.console.blas_environment import name_core_type
@@ -19,7 +20,11 @@ INFO = [sys.executable, "-m", "mpiattn", "info"]
 
 
 def info(n, *arguments, **options):
-    return launch.mpirun(n, [*INFO, *arguments], **options)
+    return (
+        launch.mpirun(n, [*INFO, *arguments], **options)
+        if "env" in options
+        else warm.command(n, ["info", *arguments], **options)
+    )
 
 
 def test_one_table_for_all_ranks():
@@ -99,7 +104,7 @@ def test_alone_and_under_the_mpiexec_of_another_mpi():
     other = "PMI_SIZE" if launch.vendor() == "openmpi" else "OMPI_COMM_WORLD_SIZE"
     texts = [
         subprocess.run(
-            INFO, env=launch.environment(extra), text=True, capture_output=True, timeout=60, check=True
+            INFO, env=launch.environment(extra), text=True, capture_output=True, timeout=launch.patience(60), check=True
         ).stdout
         for extra in ({}, {other: "2"})
     ]

@@ -359,7 +359,7 @@ def run(*arguments, env=None):
         env=launch.environment(env),
         text=True,
         capture_output=True,
-        timeout=60,
+        timeout=launch.patience(60),
     )
 
 
@@ -369,7 +369,13 @@ def test_starts_no_mpi():
         f"main({['plan', '--ranks', '4', *MHA, '--steps']!r})\n"
         "assert 'mpi4py' not in sys.modules, 'MPI is imported'"
     )
-    subprocess.run([sys.executable, "-c", code], env=launch.environment(), check=True, capture_output=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", code],
+        env=launch.environment(),
+        check=True,
+        capture_output=True,
+        timeout=launch.patience(60),
+    )
 
 
 def test_says_it_once_under_mpiexec():
@@ -380,7 +386,7 @@ def test_says_it_once_under_mpiexec():
 def test_a_reader_that_leaves_early_gets_no_traceback():
     command = f"{sys.executable} -m mpiattn plan --ranks 256 {' '.join(MHA)} | head -n 1"
     outcome = subprocess.run(
-        ["bash", "-c", command], env=launch.environment(), text=True, capture_output=True, timeout=60
+        ["bash", "-c", command], env=launch.environment(), text=True, capture_output=True, timeout=launch.patience(60)
     )
     assert "256 ranks" in outcome.stdout and not outcome.stderr
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import h5py
+import launch
 import ml_dtypes
 import numpy as np
 import pytest
@@ -253,5 +254,5 @@ def test_larger_than_memory(tmp_path, kind):
         "print(max(peak) - before)"
     )
     command = [sys.executable, "-c", code, "convert", *map(str, sources), str(tmp_path / "x.h5"), "--axes", "bhsd"]
-    outcome = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=launch.patience(100), check=True)
     assert int(outcome.stdout.split()[-1]) * 1024 < 80e6

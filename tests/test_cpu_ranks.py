@@ -23,7 +23,7 @@ def test_ranks(selection):
         4,
         [
             sys.executable,
-            *"-m pytest -q --color=no -p no:cacheprovider".split(),
+            *"-m pytest -q --color=no -p no:cacheprovider --most 2".split(),
             *(TESTS / "mpi" / name for name in selection),
         ],
         timeout=200,

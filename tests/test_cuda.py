@@ -51,7 +51,7 @@ def test_ranks(monkeypatch, transport, file):
         4,
         [
             sys.executable,
-            *"-m pytest -q --color=no -p no:cacheprovider".split(),
+            *"-m pytest -q --color=no -p no:cacheprovider --most 2".split(),
             TESTS / "mpi" / file,
             "-k",
             importlib.import_module("rank_cases").CASES[file],

@@ -49,7 +49,7 @@ def test_cudnn_has_plans(tmp_path, capability):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=launch.patience(200),
     )
     assert not outcome.returncode, outcome.stderr
     answers = ast.literal_eval(outcome.stdout.splitlines()[-1])
@@ -66,7 +66,7 @@ def test_cudnn_has_plans(tmp_path, capability):
 def test_the_made_up_cudnn_has_nothing_that_cudnn_lacks():
     """Names and names of arguments; of functions in C, in the first line of their text."""
     lines = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=100
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=launch.patience(100)
     ).stdout.splitlines()
     names, members, arguments, enums = map(ast.literal_eval, lines)
     for kind, values in enums.items():

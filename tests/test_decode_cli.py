@@ -7,12 +7,12 @@ from itertools import pairwise
 import h5py
 import numpy as np
 import pytest
+import warm
 from files import write_input
 from launch import mpirun
 
+from mpiattn.cli import main
 from mpiattn.verify import reference
-
-DECODE = [sys.executable, "-m", "mpiattn", "decode"]
 
 SAVE = """
 import sys
@@ -68,7 +68,7 @@ def test_decode_of_a_saved_cache(tmp_path, save_ranks, ranks, dtype, options, ma
         assert file["cu_seqlens"][:].tolist() == [0, 79, 79, 79 + 39]
     queries = write_input(tmp_path / "q.h5", batch=3, seqlen=3, heads=4, dtype=dtype, k=None, v=None)
     report_file = tmp_path / "report.json"
-    outcome = mpirun(ranks, [*DECODE, cache, queries, out, "--verify", "--json", report_file, *options])
+    outcome = warm.command(ranks, ["decode", cache, queries, out, "--verify", "--json", report_file, *options])
     assert all(words in outcome.stdout for words in ("all 9 rows", "passed", "equal on every rank"))
     chosen = assert_decoded(cache, queries, out, {"bfloat16": 1e-2}.get(dtype, 1e-5), **masks)
     assert chosen["command"].startswith(f"mpiattn decode {cache} {queries} {out}") and chosen["date"]
@@ -85,7 +85,7 @@ def test_decode_of_a_cache_of_keys_alone(tmp_path):
     save = SAVE.replace("value_dim=8,", "value_dim=8, shared_kv=True,").replace("v[:, own], ", "")
     mpirun(2, [sys.executable, "-c", save, cache, "float32"])
     queries = write_input(tmp_path / "q.h5", batch=3, seqlen=3, heads=4, dtype="float32", k=None, v=None)
-    outcome = mpirun(3, [*DECODE, cache, queries, out, "--verify"])
+    outcome = warm.command(3, ["decode", cache, queries, out, "--verify"])
     assert all(words in outcome.stdout for words in ("all 9 rows", "passed", "equal on every rank"))
     with h5py.File(cache, "r+") as file:
         file["v"] = file["k"][..., :8]
@@ -95,7 +95,7 @@ def test_decode_of_a_cache_of_keys_alone(tmp_path):
 def test_decode_of_generated_files(tmp_path):
     """Batch entries are sequences; a wrong result is not written."""
     for name, options in (("cache", ["--seqlen", "900", "--batch", "2"]), ("q", ["--seqlen", "1", "--batch", "2"])):
-        mpirun(1, [sys.executable, "-m", "mpiattn", "generate", tmp_path / f"{name}.h5", "--heads", "2", *options])
+        assert main(["generate", str(tmp_path / f"{name}.h5"), "--heads", "2", *options]) == 0
     files = [tmp_path / name for name in ("cache.h5", "q.h5", "out.h5")]
     wrong = (
         "import sys, mpiattn.cli.decode as d; from mpiattn.cli import main; right = d.tree_decode\n"
@@ -105,7 +105,7 @@ def test_decode_of_generated_files(tmp_path):
     outcome = mpirun(2, [sys.executable, "-c", wrong, "decode", *files, "--verify"], check=False)
     assert outcome.returncode and not files[2].exists()
     assert outcome.stderr.count("verification failed, OUT is not written: all 2 rows") == 1
-    mpirun(2, [*DECODE, *files])
+    warm.command(2, ["decode", *files])
     with h5py.File(files[0]) as given, h5py.File(files[1]) as asked, h5py.File(files[2]) as made:
         ref, _ = reference.attention(asked["q"][:], given["k"][:], given["v"][:])
         assert np.abs(made["out"][:] - ref).max() < 1e-5 * np.abs(ref).max()
@@ -147,6 +147,6 @@ def test_errors_are_said_once(tmp_path, break_it, message):
     write_input(files[0])
     write_input(files[1], k=None, v=None)
     break_it(files)
-    outcome = mpirun(2, [*DECODE, *files], check=False)
+    outcome = warm.command(2, ["decode", *files], check=False)
     assert outcome.returncode and not files[2].exists()
     assert outcome.stderr.count(message.format(*files)) == 1 and "Traceback" not in outcome.stderr

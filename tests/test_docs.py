@@ -114,7 +114,7 @@ def test_the_front_page_of_the_site_is_the_readme():
     """All of it but its list of pages; links lead to pages of the site."""
     words = [sys.executable, "-c", FRONT_PAGE, launch.DOCS / "conf.py", launch.DOCS / "index.md"]
     page = subprocess.run(
-        words, env=launch.environment(), text=True, capture_output=True, check=True, timeout=60
+        words, env=launch.environment(), text=True, capture_output=True, check=True, timeout=launch.patience(60)
     ).stdout
     readme = (launch.ROOT / "README.md").read_text().split("## Read on")[0]
     for line in readme.splitlines():

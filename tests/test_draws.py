@@ -23,9 +23,9 @@ def case(name, number, **params):
     return Item(originalname=name, name=f"{name}[{number}]", parent="file", callspec=SimpleNamespace(params=params))
 
 
-def names(seed, monkeypatch, items, ranks=1):
+def names(seed, monkeypatch, items, ranks=1, most=None):
     monkeypatch.setenv(draws.VARIABLE, str(seed))
-    return [item.name for item in draws.drawn(items, ranks)]
+    return [item.name for item in draws.drawn(items, ranks, most)]
 
 
 def test_a_few_cases_in_their_order(monkeypatch):
@@ -63,6 +63,15 @@ def test_each_group_of_ranks_draws(monkeypatch):
     items = [case("sweep", f"{number}-{ranks}", group=ranks) for number in range(4) for ranks in (2, 8)]
     drawn = names(7, monkeypatch, items)
     assert sorted(name[-2] for name in drawn) == ["2", "2", "8", "8"]
+
+
+def test_no_more_than_a_number_of_each_test(monkeypatch):
+    """Of a test that is no sweep too; a sweep that draws fewer stays as it is."""
+    items = [case(name, number) for name in ("sweep", "other") for number in range(5)]
+    for most, counts in ((1, [1, 1]), (3, [2, 3])):
+        drawn = [names(seed, monkeypatch, items, most=most) for seed in range(1, 20)]
+        assert all([sum(n.startswith(name) for n in some) for name in ("sweep", "other")] == counts for some in drawn)
+        assert len(set().union(*drawn)) == 10, "others come in turn"
 
 
 def test_turns(monkeypatch):

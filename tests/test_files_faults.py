@@ -7,6 +7,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+import warm
 from files import assert_right, bfloat16_type, write_input
 from launch import mpirun
 
@@ -98,7 +99,7 @@ def test_compressed_and_chunked_input(tmp_path):
             data = file[name][:]
             del file[name]
             file.create_dataset(name, data=data, chunks=(1, 16, 1, 16), compression="gzip")
-    mpirun(2, [*RUN, source, tmp_path / "out.h5", "--verify"])
+    warm.command(2, ["run", source, tmp_path / "out.h5", "--verify"])
     assert_right(source, tmp_path / "out.h5")
 
 
@@ -140,7 +141,7 @@ def test_not_finite_is_said(tmp_path):
 def test_rows_that_see_no_key_are_finite(tmp_path):
     """Their lse is -inf, as it must be."""
     source = write_input(tmp_path / "in.h5", seqlen=40, seqlen_k=20)
-    outcome = mpirun(2, [*RUN, source, tmp_path / "out.h5", "--causal", "--verify", "--json", "-"])
+    outcome = warm.command(2, ["run", source, tmp_path / "out.h5", "--causal", "--verify", "--json", "-"])
     assert set(json.loads(outcome.stdout)["nonfinite"].values()) == {0}
     assert "NaN" not in outcome.stderr
 
@@ -154,7 +155,7 @@ def test_bfloat16_as_h5py_writes_it(tmp_path):
     rng = np.random.default_rng(0)
     drawn = {name: rng.standard_normal((1, 300, 2, 16)).astype(bfloat16) for name in "qkv"}
     source = write_input(tmp_path / "in.h5", **drawn)
-    outcome = mpirun(2, [*RUN, source, tmp_path / "out.h5", "--verify"])
+    outcome = warm.command(2, ["run", source, tmp_path / "out.h5", "--verify"])
     assert "bfloat16" in outcome.stdout and "passed" in outcome.stdout
     right = reference.attention(*(array.astype("f8") for array in drawn.values()))[0]
     with h5py.File(tmp_path / "out.h5") as made:

@@ -5,6 +5,7 @@ import sys
 import time
 
 import h5py
+import launch
 import numpy as np
 import pytest
 from files import bfloat16_type
@@ -112,7 +113,7 @@ def test_disk_full(tmp_path):
         "--heads",
         "4",
     ]
-    outcome = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=launch.patience(60))
     assert outcome.returncode == 1
     assert outcome.stderr.count("\n") == 1 and "FILE is" in outcome.stderr
     assert list(tmp_path.iterdir()) == []
@@ -131,7 +132,7 @@ def test_larger_than_memory(tmp_path):
         [sys.executable, "-c", code, "generate", str(tmp_path / "x.h5"), "--seqlen", "32768", "--heads", "8"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=launch.patience(60),
         check=True,
     )
     assert int(outcome.stdout.split()[-1]) * 1024 < 80e6

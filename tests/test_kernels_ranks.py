@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+import warm
 from files import assert_right, write_input
 from launch import mpirun
 
@@ -15,7 +16,7 @@ pytestmark = [
 RUN = [sys.executable, "-m", "mpiattn", "run"]
 
 
-@pytest.mark.draw(2)
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     "n, options",
@@ -39,5 +40,5 @@ def test_right(tmp_path, dtype, n, options):
 
 def test_what_the_kernels_do_not_take(tmp_path):
     source = write_input(tmp_path / "in.h5", dtype="float64")
-    outcome = mpirun(2, [*RUN, source, tmp_path / "out.h5", "--backend", "emulated"], check=False)
+    outcome = warm.command(2, ["run", source, tmp_path / "out.h5", "--backend", "emulated"], check=False)
     assert outcome.returncode and "dtype is float64" in outcome.stderr

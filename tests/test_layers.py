@@ -240,7 +240,11 @@ def test_names_of_test_files_differ():
 
 def python(code):
     done = subprocess.run(
-        [sys.executable, "-c", code], env=launch.environment(), text=True, capture_output=True, timeout=60
+        [sys.executable, "-c", code],
+        env=launch.environment(),
+        text=True,
+        capture_output=True,
+        timeout=launch.patience(60),
     )
     assert not done.returncode, done.stderr
     return done.stdout

@@ -1,17 +1,15 @@
 """Inputs whose datasets lie in other files: behind links and in virtual datasets; and those that nobody has written."""
 
 import os
-import sys
 
 import h5py
 import numpy as np
 import pytest
+import warm
 from files import assert_right, write_input
-from launch import mpirun
 
 from mpiattn.cli import main
 
-MPIATTN = [sys.executable, "-m", "mpiattn"]
 NUMBERS = np.random.default_rng(9).standard_normal(100_000).astype(np.float32)  # more than all of the linked datasets
 
 
@@ -55,7 +53,7 @@ LINKS = [external, soft_then_external, soft, virtual]
 def test_run_follows_links(tmp_path, link):
     """Also where the bytes at the same offset of the file itself are other numbers."""
     source = master(tmp_path, link)
-    outcome = mpirun(2, [*MPIATTN, "run", source, tmp_path / "out.h5", "--causal", "--verify"])
+    outcome = warm.command(2, ["run", source, tmp_path / "out.h5", "--causal", "--verify"])
     assert "passed" in outcome.stdout
     assert_right(tmp_path / "data.h5", tmp_path / "out.h5", causal=True)
 
@@ -77,7 +75,7 @@ def test_a_cache_is_read_from_where_it_lies(tmp_path):
         file["q"] = rng.standard_normal((1, 1, 2, 16)).astype(np.float32)
     for name in ("master.h5", "data.h5"):
         words = "decode", tmp_path / name, tmp_path / "queries.h5", tmp_path / f"of-{name}"
-        mpirun(2, [*MPIATTN, *words])
+        warm.command(2, words)
     with h5py.File(tmp_path / "of-master.h5") as linked, h5py.File(tmp_path / "of-data.h5") as direct:
         assert (linked["out"][...] == direct["out"][...]).all()
     assert source.exists()
@@ -101,7 +99,7 @@ def test_a_source_that_is_not_there(tmp_path, case, command, capsys):
         assert main(["convert", str(source), str(tmp_path / "out.h5")]) != 0
         said = capsys.readouterr().err
     else:
-        outcome = mpirun(2, [*MPIATTN, "run", source, tmp_path / "out.h5"], check=False)
+        outcome = warm.command(2, ["run", source, tmp_path / "out.h5"], check=False)
         assert outcome.returncode
         said = outcome.stderr
     assert said.count(text) == 1, said
@@ -128,7 +126,7 @@ def test_what_nobody_has_written(tmp_path, command, capsys):
         assert main(["convert", str(source), str(tmp_path / "out.h5")]) != 0
         said = capsys.readouterr().err
     else:
-        said = mpirun(1, [*MPIATTN, "run", source, tmp_path / "out.h5"], check=False).stderr
+        said = warm.command(2, ["run", source, tmp_path / "out.h5"], check=False).stderr
     assert said.count("nothing was ever written to its dataset 'q'") == 1, said
 
 
@@ -145,7 +143,7 @@ def test_boundaries_beyond_what_an_integer_holds(tmp_path):
     with h5py.File(source, "r+") as file:
         file["cu_seqlens"] = np.array([0, 2**63], np.uint64)
     words = "run", source, tmp_path / "out.h5", "--documents", "cu_seqlens"
-    outcome = mpirun(1, [*MPIATTN, *words], check=False)
+    outcome = warm.command(2, words, check=False)
     assert f"it holds {2**63}, it must hold numbers up to {2**63 - 1}" in outcome.stderr, outcome.stderr
 
 
@@ -166,7 +164,7 @@ def test_a_file_that_is_no_hdf5_is_not_replaced(tmp_path, command, capsys):
         assert main(words) != 0
         said = capsys.readouterr().err
     else:
-        outcome = mpirun(2, [*MPIATTN, *words], check=False)
+        outcome = warm.command(2, words, check=False)
         assert outcome.returncode
         said = outcome.stderr
     name = "FILE" if command == "generate" else "OUT"

@@ -62,7 +62,7 @@ def generate(path):
     return subprocess.run(
         [sys.executable, "-m", "mpiattn", "generate", path, *GENERATE],
         text=True,
-        timeout=60,
+        timeout=launch.patience(60),
         env=launch.environment(),
         capture_output=True,
         check=True,
@@ -78,7 +78,7 @@ def killed(tmp_path):
     """The partial that a process of this host left when it was killed."""
     process = start("generate", tmp_path / "x.h5", *GENERATE)
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=launch.patience(30))
     (name,) = left_in(tmp_path)
     assert re.fullmatch(r"\.x\.h5\..*\.partial", name)
     return name
@@ -98,7 +98,7 @@ def test_who_lives_keeps_it(tmp_path):
         assert left_in(tmp_path) == [name, "x.h5"]
     finally:
         living.kill()
-        living.communicate(timeout=30)
+        living.communicate(timeout=launch.patience(30))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_read_only_file_is_refused(tmp_path):
     outcome = subprocess.run(
         [sys.executable, "-m", "mpiattn", "generate", path, *GENERATE],
         text=True,
-        timeout=60,
+        timeout=launch.patience(60),
         env=launch.environment(),
         capture_output=True,
     )
@@ -203,7 +203,10 @@ def test_a_file_that_is_replaced_hands_on_its_permissions(tmp_path, mode):
 def test_signals(tmp_path, number):
     process = start("generate", tmp_path / "x.h5", *GENERATE)
     process.send_signal(number)
-    assert process.communicate(timeout=30)[1] == f"mpiattn generate: {SAID[number]}, FILE was not written\n"
+    assert (
+        process.communicate(timeout=launch.patience(30))[1]
+        == f"mpiattn generate: {SAID[number]}, FILE was not written\n"
+    )
     assert process.returncode == 128 + number
     assert left_in(tmp_path) == []
 
@@ -218,7 +221,7 @@ def test_nohup(tmp_path):
         code=WAIT.replace("time.sleep(60)", "time.sleep(1)"),
     )
     process.send_signal(signal.SIGHUP)
-    process.communicate(timeout=60)
+    process.communicate(timeout=launch.patience(60))
     assert process.returncode == 0
 
 
@@ -239,7 +242,7 @@ def test_ctrl_c_in_a_callback(tmp_path):
     outcome = subprocess.run(
         [sys.executable, "-c", code, "generate", tmp_path / "x.h5", *GENERATE],
         text=True,
-        timeout=60,
+        timeout=launch.patience(60),
         env=launch.environment(),
         capture_output=True,
     )
@@ -294,7 +297,7 @@ def test_signals_to_a_launch(tmp_path, number, victim):
     try:
         pid = next(int(line.split()[1]) for line in process.stdout if line.startswith("pid"))
         os.kill(process.pid if victim == "launcher" else pid, number)
-        said = process.communicate(timeout=40)[1]
+        said = process.communicate(timeout=launch.patience(40))[1]
     finally:
         process.kill()
         process.communicate()

@@ -8,9 +8,11 @@ import sys
 import h5py
 import numpy as np
 import pytest
+import warm
 from files import assert_right, write_input
 from launch import environment, mpiexec, mpirun, require_launch, time_factor
 
+from mpiattn.cli import main
 from mpiattn.system.host import BLAS_VARIABLES
 from mpiattn.verify import reference
 
@@ -18,7 +20,7 @@ RUN = [sys.executable, "-m", "mpiattn", "run"]
 
 
 def run(n, source, out, *options, **how):
-    return mpirun(n, [*RUN, source, out, *options], **how)
+    return warm.command(n, ["run", source, out, *options], **how)
 
 
 @pytest.mark.draw(3)
@@ -50,7 +52,7 @@ def test_keys_that_hold_the_values(tmp_path):
     """A file without v, in either order of its dimensions; dk takes both gradients."""
     source, wide = tmp_path / "in.h5", tmp_path / "wide.h5"
     made = ["--seqlen", "50", "--heads", "4", "--kv-heads", "2", "--head-dim", "24", "--value-dim", "16", "--dout"]
-    mpirun(1, [sys.executable, "-m", "mpiattn", "generate", source, *made, "--shared-kv"])
+    assert main(["generate", str(source), *made, "--shared-kv"]) == 0
     outcome = run(3, source, tmp_path / "out.h5", "--verify", "--backward", "--causal")
     assert outcome.stdout.count("passed") == 2 and "dv" not in outcome.stdout
     with h5py.File(source) as file, h5py.File(tmp_path / "out.h5") as out, h5py.File(wide, "w") as turned:

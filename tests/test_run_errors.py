@@ -10,6 +10,7 @@ from threading import Timer
 import launch
 import numpy as np
 import pytest
+import warm
 from files import RANK_1_RAISES, assert_right, write_input
 from launch import mpirun
 
@@ -17,9 +18,12 @@ RUN = [sys.executable, "-m", "mpiattn", "run"]
 DEATH = 10  # seconds within which a launch must end when one of its ranks was killed
 
 
-def fails(source, out, *options, n=3, command=RUN, code=1, **how):
-    """Run what must fail; returns the one line that says why."""
-    outcome = mpirun(n, [*command, source, out, *options], timeout=40, check=False, **how)
+def fails(source, out, *options, n=3, command=None, code=1):
+    """Run what must fail, in a launch of its own if it is another command; returns the one line that says why."""
+    if command is None:
+        outcome = warm.command(n, ["run", source, out, *options], check=False)
+    else:
+        outcome = mpirun(n, [*command, source, out, *options], timeout=40, check=False)
     assert outcome.returncode == code, outcome
     said = [line for line in outcome.stderr.splitlines() if line.startswith("mpiattn")]
     assert len(said) == 1, outcome.stderr
@@ -113,7 +117,7 @@ def test_files_of_others_stay(tmp_path, out):
     write_input(theirs)
     before = theirs.read_bytes()
     assert "must be another file" in fails(theirs, theirs)
-    mpirun(2, [*RUN, theirs, out])
+    warm.command(2, ["run", theirs, out])
     assert theirs.read_bytes() == before
 
 
@@ -136,7 +140,7 @@ def test_json_on_a_full_disk(tmp_path):
 def test_odd_home(tmp_path, home):
     """The store of machines is then not there."""
     source = write_input(tmp_path / "in.h5")
-    mpirun(2, ["env", "-u", "XDG_CONFIG_HOME", *RUN, source, tmp_path / "out.h5"], timeout=40, env=home)
+    warm.command(2, ["run", source, tmp_path / "out.h5"], env={"XDG_CONFIG_HOME": None, **home})
     assert_right(source, tmp_path / "out.h5")
 
 
@@ -149,7 +153,7 @@ def test_standard_output_is_closed(tmp_path):
         stdout=writing,
         stderr=subprocess.PIPE,
         env=launch.environment(),
-        timeout=60,
+        timeout=launch.patience(60),
     )
     os.close(writing)
     assert (outcome.returncode, outcome.stderr) == (141, b"")

@@ -187,7 +187,7 @@ def test_a_bar_on_a_terminal(tmp_path):
                 text += os.read(above, 4096)
             except OSError:  # the other end is closed
                 break
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=launch.patience(60)) == 0
     os.close(above)
     percents = set(re.findall(rb"forward:\s+(\d+)%", text))
     assert len(percents) > 3, text

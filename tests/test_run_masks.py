@@ -6,6 +6,7 @@ import sys
 import h5py
 import numpy as np
 import pytest
+import warm
 from files import assert_right, write_input
 from launch import mpirun
 
@@ -16,7 +17,7 @@ TOLERANCE = {"float16": 2e-3, "bfloat16": 1.5e-2, "float64": 1e-10}
 
 
 def run(n, source, out, *options, **how):
-    return mpirun(n, [*RUN, source, out, "--verify", *options], **how)
+    return warm.command(n, ["run", source, out, "--verify", *options], **how)
 
 
 @pytest.mark.draw(3)

@@ -250,6 +250,11 @@ def test_a_failed_run_fails_the_job(submit, tmp_path, script, arguments):
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.s*")), ids=lambda path: path.name)
 def test_shell(script):
-    subprocess.run(["bash", "-n", script], check=True, timeout=60)
+    subprocess.run(["bash", "-n", script], check=True, timeout=launch.patience(60))
     if shellcheck := shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{slurm_cluster.PATH}"):
-        subprocess.run([shellcheck, "--external-sources", "--shell=bash", script], check=True, cwd=SCRIPTS, timeout=60)
+        subprocess.run(
+            [shellcheck, "--external-sources", "--shell=bash", script],
+            check=True,
+            cwd=SCRIPTS,
+            timeout=launch.patience(60),
+        )

@@ -37,7 +37,7 @@ def alone(command, cwd, **variables):
         cwd=cwd,
         text=True,
         capture_output=True,
-        timeout=120,
+        timeout=launch.patience(120),
     )
 
 
@@ -105,6 +105,6 @@ def test_help_does_not_start_mpi():
             env=launch.environment(),
             text=True,
             capture_output=True,
-            timeout=60,
+            timeout=launch.patience(60),
         )
         assert outcome.stdout.splitlines()[-1] == "MPI False", outcome.stderr

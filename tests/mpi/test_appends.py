@@ -33,6 +33,7 @@ def test_random_appends_and_truncates(comm):
     cache.close()
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("page_size, dtype", [(1, "float64"), (4, "bfloat16"), (64, "float32")])
 def test_random_appends_to_some_sequences(comm, page_size, dtype):
     """Contents of the pages, and what windows see, after equal and ragged numbers of tokens of some sequences."""

@@ -192,6 +192,7 @@ def test_counters_add_up(comm):
 MASKS = [{"causal": True}, {"window": (5, 0)}, {"causal": True, "window": (20, None)}]
 
 
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_what_nobody_sees_is_not_sent(comm, mask, layout):

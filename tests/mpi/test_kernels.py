@@ -46,6 +46,7 @@ def test_planes(group, tile, mesh_layout):
         check(group, **SHAPE, causal=True, dlse=dlse, **how)
 
 
+@pytest.mark.draw(1)
 @on(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_keys_that_hold_the_values(group, dtype):
@@ -109,6 +110,7 @@ def test_repeats_change_no_bit(group):
     agreed(group, None if len(results) == 1 else "repeats differ")
 
 
+@pytest.mark.draw(1)
 @on(2)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_the_callers_memory(group, batch):

@@ -115,6 +115,7 @@ def check_padding(group, value, backends, **arguments):
     check(group, inputs=inputs, ref=ref, call={"lengths": lengths}, backends=backends, **arguments)
 
 
+@pytest.mark.draw(1)
 @on(2)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_case_34_padding(group, value):

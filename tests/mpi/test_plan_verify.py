@@ -48,6 +48,7 @@ def results(plan, arguments, call=None, sinks=True):
     return {"q": inputs.q, "k": inputs.k, "v": inputs.v, "sinks": inputs.sinks, **given, **(call or {})}
 
 
+@pytest.mark.draw(6)
 @pytest.mark.many
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_right(comm, monkeypatch, case):

@@ -124,6 +124,7 @@ def test_no_message_is_longer_than_allowed(comm, monkeypatch, layout):
         assert sum(sent) == chunk.nbytes and max(sent, default=0) <= 64
 
 
+@pytest.mark.draw(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_boxes_of_places_and_of_all(comm, monkeypatch, layout, axis):

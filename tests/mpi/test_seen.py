@@ -27,6 +27,7 @@ def drawn(tokens, tokens_k, dtype):
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("schedule, route", [("greedy", "direct"), ("greedy", "ring"), ("collective", "direct")])
 def test_documents_that_see_more_than_the_plan(comm, layout, schedule, route):

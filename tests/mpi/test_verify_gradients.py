@@ -127,7 +127,7 @@ def small_turns(monkeypatch):
     monkeypatch.setattr(sweep, "steps", lambda count, size, limit=0: steps(count, size, limit or 3 * size))
 
 
-@pytest.mark.draw(4)
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
 def test_every_row_and_key_is_compared_in_turns(comm, small_turns, mask, kind):
