@@ -13,9 +13,9 @@ pytestmark = pytest.mark.workshop
 PACKAGE = launch.ROOT / "mpiattn"
 
 # Imports go down, or sideways without cycles.  A package's name stands for all its modules.
-# Packages, the lowest first, as docs/contributing.md draws them: each may import from those before it, from `errors`
-# and from `version`.
-ROOMS = [
+# Packages, the lowest first, as docs/contributing.md draws them: those of the library, which programs call, and the tools on
+# top of it.  Each may import from those before it, from `errors` and from `version`.
+LIBRARY = [
     "system",
     "problem",
     "schedule",
@@ -28,13 +28,9 @@ ROOMS = [
     "verify",
     "plan",
     "decode",
-    "tuning",
-    "check",
-    "console",
-    "plots",
-    "bench",
-    "cli",
 ]
+TOOLS = ["tuning", "check", "console", "plots", "bench", "cli"]
+ROOMS = LIBRARY + TOOLS
 TOP = {"", "__main__", "errors", "torch", "version"}  # the modules that are in no package
 NO_MPI = {"problem", "schedule", "model", "backends", "arguments", "engine", "plots", "errors", ""}
 PURE = {
@@ -150,7 +146,7 @@ def test_imports_go_down(module):
 def test_the_docs_draw_the_rooms():
     drawing = (launch.DOCS / "contributing.md").read_text().split("## Inside")[1].split("```")[1]
     rows = [line.split()[0] for line in drawing.splitlines() if line[:1].strip()]
-    assert rows == ROOMS[::-1]
+    assert rows == ["TOOLS", *TOOLS[::-1], "LIBRARY", *LIBRARY[::-1]]
 
 
 @pytest.mark.parametrize("module", MODULES)
