@@ -50,7 +50,7 @@ def test_kernels(tmp_path):
     """A table of what the compiler says, by one rank; the compiler itself is tested in test_kernels_compile.py."""
     code = (
         "import sys; from mpiattn.backends.cuda import kernel_table as t; from mpiattn.cli import main; "
-        "t.rows = lambda of: [t.Row('forward', 'bfloat16', 128, of, t.Tile(128, 64, 4, 1), 255, 16, 66560, 2)]; "
+        "t.rows = lambda of: [t.Row('forward', 'bfloat16', 128, of, t.ScoreTile(128, 64, 4, 1), 255, 16, 66560, 2)]; "
         "sys.exit(main(sys.argv[1:]))"
     )
     outcome = launch.mpirun(

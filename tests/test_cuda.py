@@ -21,8 +21,8 @@ from mpiattn.backends.cuda import backend, devices
 from mpiattn.backends.cuda.kernels import KernelLaunches
 from mpiattn.backends.testing import emulated
 from mpiattn.cli import tune
-from mpiattn.comm.peers import Peers
 from mpiattn.comm.transport import check_transport
+from mpiattn.console.launch import Job
 from mpiattn.errors import ArgumentError, MpiattnError
 from mpiattn.model.tuned import key_of
 
@@ -319,7 +319,7 @@ def test_tune_goes_by_the_back_end(gpu, monkeypatch):
         backend="cuda", transport="auto", dtype=None, head_dim=16, seconds=1.0, json=None, out=None, no_store=True
     )
     with pytest.raises(ArgumentError, match="enough"):
-        tune._run(SimpleNamespace(peers=Peers(MPI.COMM_SELF), comm=MPI.COMM_SELF), args)
+        tune._run(Job(MPI.COMM_SELF), args)
     assert set(asked[0]) == {"float32", "float16", "bfloat16"}
     keys = {key_of(backends.get("cuda", transport), [0], 16) for transport in ("staged", "device")}
     assert len(keys) == 2

@@ -146,8 +146,8 @@ def test_a_kernel_is_one_text():
 
 def test_a_changed_header_is_another_kernel(tmp_path, monkeypatch):
     """The key of what is compiled covers headers of headers, the constants and the compiler."""
-    kernel, _ = attention_kernel("forward", "float16", 64, 64, 1, 0, 90)
-    other, _ = attention_kernel("forward", "float16", 64, 32, 1, 0, 90)
+    kernel, _ = attention_kernel("forward", Blocks("float16", 64, 64, 1), 90)
+    other, _ = attention_kernel("forward", Blocks("float16", 64, 32, 1), 90)
     keys = [kernel_source.digest(*of) for of in ((kernel, "12.0"), (kernel, "13.0"), (other, "12.0"))]
     shutil.copytree(kernel_dir(), tmp_path / "kernels")
     monkeypatch.setattr(kernel_source, "kernel_dir", lambda: tmp_path / "kernels")

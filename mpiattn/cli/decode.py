@@ -162,7 +162,7 @@ def _run(job, args):
             "lse": ((shape[0], shape[2], shape[1]), cache.partial_dtype),
         }
         inputs = args.cache, args.queries
-        output = Output(peers, args.output, shapes, chosen, inputs, args.max_message, axes=queries.axes)
+        output = Output(peers, args.output, shapes, chosen, inputs, args.max_message)
         try:
             out, lse = map(on_host, job("decode", lambda: tree_decode(q, cache, algorithm=algorithm, **_mask(args))))
             verified = None

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from mpiattn.backends import wire
 from mpiattn.backends.wire import WireBytes
 from mpiattn.comm.exchange import Exchange
 from mpiattn.comm.peers import Peers
@@ -41,7 +42,8 @@ def test_a_piece_travels_while_the_next_is_made_ready(comm, call, max_message):
         received = np.full(TOKENS * comm.size, -1, np.int32)
         pieces = Pieces(sent, received, 4 * ROW * max(1, comm.size - 1))
         counts, offsets = [TOKENS] * comm.size, [TOKENS * rank for rank in everyone]
-        given = pieces.outgoing, counts, offsets, pieces.incoming, counts, offsets, ROW, TOKENS
+        sides = (wire.Pieces(array, counts, offsets) for array in (pieces.outgoing, pieces.incoming))
+        given = *sides, ROW, TOKENS
         expected = [100 * rank + comm.rank for rank in everyone for _ in range(TOKENS)]
     posted = getattr(exchange, call)(comm, *given)
     step = 4 if max_message > ROW else 1  # tokens of a round
