@@ -138,6 +138,7 @@ def _serve(folder):
 
 def _run(arguments, *outputs):
     from mpiattn.cli import main
+    from mpiattn.console import message
 
     before = os.dup(1), os.dup(2)
     for stream, path in enumerate(outputs, 1):
@@ -145,6 +146,7 @@ def _run(arguments, *outputs):
         os.dup2(file, stream)
         os.close(file)
     sys.argv = ["mpiattn", *arguments]
+    message.options.clear()  # of the command before
     try:
         return main() or 0
     except SystemExit as left:
