@@ -1,7 +1,7 @@
 """What a block of attention is, as one record: the engine makes it, and hands it unchanged to a back end.
 
 An optional input more is a field of `BlockInputs`, None where a block has none.
-Every back end has to compute with every field: tests/test_block_inputs.py holds it to that.
+A back end computes with the fields that its `takes` names: tests/test_block_inputs.py holds it to that.
 """
 
 from __future__ import annotations

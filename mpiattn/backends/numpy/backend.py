@@ -9,7 +9,7 @@ import numpy as np
 from ...errors import ArgumentError
 from ...model.machine import DEFAULT
 from ...problem.tensors import what_is
-from ..block import BackwardInputs, Gradients
+from ..block import BackwardInputs, BlockInputs, Gradients
 from ..kept import Kept
 from ..pages import Tables
 from ..wire import in_memory
@@ -107,6 +107,7 @@ class NumpyBackend:
     strided = False
     sends_blocks = True
     dlse_on_all = False
+    takes: tuple[str, ...] = BlockInputs._fields
     idle = staticmethod(os.sched_yield)
 
     def __init__(self):
