@@ -12,6 +12,7 @@ from mpiattn import backends
 from mpiattn.arguments.arrays import on_host
 from mpiattn.backends.block import BackwardInputs, BlockInputs, Gradients
 from mpiattn.backends.cuda import devices
+from mpiattn.backends.numpy.backend import _packing as packing
 from mpiattn.backends.registry import REGISTRY
 from mpiattn.backends.testing import emulated
 
@@ -120,3 +121,9 @@ def test_every_field_counts(backend, what):
         for got, ref in zip(now, right):
             assert error(got, ref) <= NOISE * largest(ref), name
         assert any(error(got, old) > CHANGE * largest(old) for got, old in zip(now, before)), f"{name} is ignored"
+
+
+def test_heads_are_packed_only_in_blocks_whose_every_field_is():
+    """A field that packing does not know is right from the start, and fast once heads are packed in it too."""
+    block, _ = chunk()
+    assert packing(block) == HEADS // KV_HEADS and packing(block._replace(page_size=PAGE)) == 1
