@@ -1,4 +1,4 @@
-"""Every back end computes with every field of a block: none is ignored."""
+"""Every back end computes with every field of a block that it says it takes: none is ignored."""
 
 import fake_cudnn
 import fake_cupy
@@ -12,6 +12,7 @@ from mpiattn import backends
 from mpiattn.arguments.arrays import on_host
 from mpiattn.backends.block import BackwardInputs, BlockInputs, Gradients
 from mpiattn.backends.cuda import devices
+from mpiattn.backends.numpy.backend import _packing as packing
 from mpiattn.backends.registry import REGISTRY
 from mpiattn.backends.testing import emulated
 
@@ -103,13 +104,13 @@ def test_every_field_is_changed_here():
 
 @pytest.mark.parametrize("what", ["forward", "backward", "pages"])
 def test_every_field_counts(backend, what):
-    """A field that is changed changes the result as it changes NumPy's."""
+    """A field that a back end takes changes its result as it changes NumPy's."""
     if "bfloat16" not in backend.dtypes:
         pytest.skip("a dtype that it does not take")
     block, given = (paged(), None) if what == "pages" else chunk()
     run = attend_backward if what == "backward" else attend
     before, numpy = run(backend, block, given), backends.get("numpy")
-    for name in (*BlockInputs._fields, *(BackwardInputs._fields if what == "backward" else ())):
+    for name in (*backend.takes, *(BackwardInputs._fields if what == "backward" else ())):
         if name in ("pages", "page_size") and what != "pages":
             continue
         records = [
@@ -120,3 +121,9 @@ def test_every_field_counts(backend, what):
         for got, ref in zip(now, right):
             assert error(got, ref) <= NOISE * largest(ref), name
         assert any(error(got, old) > CHANGE * largest(old) for got, old in zip(now, before)), f"{name} is ignored"
+
+
+def test_heads_are_packed_only_in_blocks_whose_every_field_is():
+    """A field that packing does not know is right from the start, and fast once heads are packed in it too."""
+    block, _ = chunk()
+    assert packing(block) == HEADS // KV_HEADS and packing(block._replace(page_size=PAGE)) == 1

@@ -19,6 +19,8 @@ from mpiattn.schedule.tile import Tile
 TOKENS = 24
 PROBLEM = Problem(TOKENS, 2, 4, batch=2, causal=True)
 WHOLE = ((0, TOKENS // 2),)
+CHUNKS = (((0, WHOLE),), ((0, WHOLE),))  # of queries and of keys
+OTHERS = (((0, WHOLE),), ((1, WHOLE),))
 
 
 class Watched(np.ndarray):
@@ -47,7 +49,7 @@ def activity_of(cache, *cuts, arguments=None):
 
 def kept(cache, activity):
     """Weak references to the row intervals of a block, which a call with this activity keeps."""
-    return [weakref.ref(bound) for bound in cache.calls(activity).intervals(0, 0, WHOLE, WHOLE)]
+    return [weakref.ref(bound) for bound in cache.calls(activity).intervals(*CHUNKS).values()]
 
 
 def never():
@@ -100,8 +102,8 @@ def test_bytes_are_limited(cache, monkeypatch):
     monkeypatch.setattr(call_cache, "KEPT_BYTES", one_block)
     for activity in (own, first):
         calls = cache.calls(activity)
-        begin, _ = calls.intervals(0, 1, WHOLE, WHOLE)
-        assert calls.nbytes == one_block and begin is not calls.intervals(0, 1, WHOLE, WHOLE)[0]
+        begin = calls.intervals(*OTHERS)["begin"]
+        assert calls.nbytes == one_block and begin is not calls.intervals(*OTHERS)["begin"]
     second = activity_of(cache, 0, 6, TOKENS)
     kept(cache, second)
     assert cache.calls(first).nbytes == cache.calls(second).nbytes == one_block

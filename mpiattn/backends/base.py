@@ -49,6 +49,10 @@ class Backend(Protocol):
         """Whether all ranks of a backward pass, or none, must give `delta` a dlse."""
 
     @property
+    def takes(self) -> tuple[str, ...]:
+        """The fields of `BlockInputs` with which launches compute.  A block has None in all others."""
+
+    @property
     def name(self) -> str:
         """What users call it, with its parameters.  With `version` it is a key of what was measured on a machine."""
 

@@ -1,7 +1,7 @@
 """What a block of attention is, as one record: the engine makes it, and hands it unchanged to a back end.
 
-An optional input more is a field of `BlockInputs`, None where a block has none, and its value in `BlockInputs.of`.
-Every back end has to compute with every field: tests/test_block_inputs.py holds it to that.
+An optional input more is a field of `BlockInputs`, None where a block has none.
+A back end computes with the fields that its `takes` names: tests/test_block_inputs.py holds it to that.
 """
 
 from __future__ import annotations
@@ -43,17 +43,11 @@ class BlockInputs(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        problem: Problem,
-        q: Array,
-        kv: tuple[Array, ...],
-        interval: tuple[Array, Array],
-        pages: Array | list[Array] | None = None,
-        page_size: int | None = None,
+        cls, problem: Problem, q: Array, kv: tuple[Array, ...], begin: Array, end: Array, **others: Any
     ) -> BlockInputs:
-        """Those of a problem.  kv: (k, v), or (k,) where keys hold the values.  interval: (begin, end)."""
+        """Those of a problem.  kv: (k, v), or (k,) where keys hold the values.  others: what not every block has."""
         k, v = kv if len(kv) == 2 else (*kv, None)
-        return cls(q, k, v, *interval, problem.scale, problem.softcap, pages, page_size)
+        return cls(q, k, v, begin, end, problem.scale, problem.softcap, **others)
 
 
 class BackwardInputs(NamedTuple):

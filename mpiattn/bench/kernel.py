@@ -37,7 +37,7 @@ class Block:
         interval = p.mask.key_interval(np.arange(p.seqlen))
         self.pairs = int((interval[1] - interval[0]).sum()) * p.heads
         interval = tuple(backend.contiguous(side.astype(np.int32)) for side in interval)
-        self.inputs = BlockInputs.of(p, self.q, (self.k, self.v), interval)
+        self.inputs = BlockInputs.of(p, self.q, (self.k, self.v), *interval)
         self.out, self.lse = self.partial()
         self.grads = ()
 
@@ -172,7 +172,7 @@ def measure_decode(backend, clock, problem, keys, runs, queries=QUERIES):
     ):
         pages = pages.astype(np.int32)
         pools = [_paged(backend, array, pages) for array in block.arrays[1:3]]
-        inputs = BlockInputs.of(p, block.q, pools, bounds, pages, PAGE)
+        inputs = BlockInputs.of(p, block.q, pools, *bounds, pages=pages, page_size=PAGE)
         launch = partial(backend.attend_pages, inputs, block.out, block.lse)
         own = [host_array(backend, block.out, launch())]
         differences[name] = check(f"{name} over {keys} keys against float64", own, expected, TOLERANCE[p.dtype])

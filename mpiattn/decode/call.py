@@ -156,7 +156,7 @@ class DecodeCall:
         """
         begin, end = self.seen(rank)
         pools, tables, page_size = keys
-        block = BlockInputs.of(self.problem, q, pools, (begin, end), tables, page_size)
+        block = BlockInputs.of(self.problem, q, pools, begin, end, pages=tables, page_size=page_size)
         if rows == range(self.rows) and (len(tables) > 1 or (begin < end).any()):
             partial.ready = (
                 self.backend.attend_pages(block, partial.out, partial.lse, after=after, meanwhile=meanwhile),

@@ -39,32 +39,22 @@ class AlikeCalls:
         """Take the `RankSteps` that another plan has made, to save making them."""
         self._steps[steps.schedule.direction] = steps
 
-    def intervals(self, i, j, rows, keys):
-        """The columns [begin, end) of some keys of chunk j that each of some queries of chunk i sees.  Made once.
+    def intervals(self, queries, keys):
+        """The columns [begin, end) of some keys, in order of position, that each of some queries sees.  Made once.
 
-        rows, keys: `Ranges` of the chunks.
+        queries, keys: ((number of a chunk, `Ranges` of its tokens), ...).
+        Returns fields of `BlockInputs`.
         """
-        pair = self._intervals.get((i, j, rows, keys))
-        if pair is None:
-            columns = positions(self.activity.k_layout, j, keys)
-            pair = self._keep((i, j, rows, keys), self.activity.columns(i, columns, rows))
-        return pair
-
-    def intervals_of_tile(self, places):
-        """The same for all queries and keys of a tile in packed arenas.  places: their `Places`."""
-        pair = self._intervals.get("tile")
-        if pair is None:
-            keys = increasing(positions(self.activity.k_layout, *chunk) for chunk in places.tokens["KV"].items())
-            pairs = [self.activity.columns(chunk, keys, rows) for chunk, rows in places.tokens["Q"].items()]
-            pair = self._keep("tile", tuple(np.concatenate(side, axis=1) for side in zip(*pairs)))
-        return pair
-
-    def _keep(self, key, made):
-        pair, nbytes = self._in_memory(made), sum(bound.nbytes for bound in made)
-        if self.nbytes + nbytes <= KEPT_BYTES:
-            self._intervals[key] = pair
-            self.nbytes += nbytes
-        return pair
+        fields = self._intervals.get((queries, keys))
+        if fields is None:
+            columns = increasing(positions(self.activity.k_layout, *chunk) for chunk in keys)
+            pairs = [self.activity.columns(chunk, columns, rows) for chunk, rows in queries]
+            begin, end = self._in_memory(np.concatenate(side, axis=1) for side in zip(*pairs))
+            fields = {"begin": begin, "end": end}
+            if self.nbytes + begin.nbytes + end.nbytes <= KEPT_BYTES:
+                self._intervals[queries, keys] = fields
+                self.nbytes += begin.nbytes + end.nbytes
+        return fields
 
     def _in_memory(self, arrays):
         return tuple(self._backend.contiguous(array, array.itemsize) for array in arrays)

@@ -8,7 +8,7 @@ events, and neither hops nor routes.  The pass and the back end define what a bl
 from collections import deque
 from time import perf_counter as clock
 
-from ..schedule.kinds import IN_COLUMNS, KINDS, chunk_of
+from ..schedule.kinds import GATHERED, IN_COLUMNS, KINDS, chunk_of
 from ..schedule.ranges import overlap, total
 from ..schedule.timeline import Moved, StepTimes, Timeline
 from .buffers import Buffers
@@ -161,7 +161,7 @@ class Executor:
             event = self.computation.launch(
                 q.together(rows),
                 kv.together(keys),
-                self.calls.intervals(i, j, rows, keys),
+                self.calls.intervals(((i, rows),), ((j, keys),)),
                 {kind: c.together(keys if kind in IN_COLUMNS else rows) for kind, c in reduced.items()},
                 (*q.ready, *kv.ready),
                 of_launch,
@@ -202,8 +202,8 @@ class Executor:
         unsorted = {kind: self.buffers.whole(kind) for kind in reduced if kind in ordered}
         for kind in unsorted:
             self.computation.clear(kind, ordered[kind])
-        intervals = self.calls.intervals_of_tile(places)
-        event = self.computation.launch(q.arrays, keys, intervals, reduced, (*q.ready, *kv.ready), meanwhile)
+        fields = self.calls.intervals(*(tuple(places.tokens[kind].items()) for kind in GATHERED))
+        event = self.computation.launch(q.arrays, keys, fields, reduced, (*q.ready, *kv.ready), meanwhile)
         for kind, arrays in unsorted.items():
             for dst, src in zip(arrays, ordered[kind]):
                 event = self.backend.take(dst, src, inverse)

@@ -25,9 +25,12 @@ class Forward(_Pass):
         """Clear an accumulator; returns the event."""
         return self.backend.clear(*arrays)
 
-    def launch(self, q, kv, interval, reduced, after, meanwhile=None):
-        """Add a block to the accumulators; returns the event.  meanwhile: as in `mpiattn.backends.base`."""
-        block = BlockInputs.of(self.problem, *q, kv, interval)
+    def launch(self, q, kv, fields, reduced, after, meanwhile=None):
+        """Add a block to the accumulators; returns the event.
+
+        fields: what it has besides chunks, as fields of `BlockInputs`.  meanwhile: as in `mpiattn.backends.base`.
+        """
+        block = BlockInputs.of(self.problem, *q, kv, **fields)
         return self.backend.attend(block, *reduced["O"], after=after, meanwhile=meanwhile)
 
     def merge(self, kind, arrays, received, after):
@@ -44,9 +47,9 @@ class Backward(_Pass):
         """Zero an accumulator; returns the event."""
         return self.backend.zero(arrays)
 
-    def launch(self, q, kv, interval, reduced, after, meanwhile=None):
-        """Add a block to the accumulators; returns the event.  meanwhile: as in `mpiattn.backends.base`."""
-        block = BlockInputs.of(self.problem, q[0], kv, interval)
+    def launch(self, q, kv, fields, reduced, after, meanwhile=None):
+        """As of `Forward`."""
+        block = BlockInputs.of(self.problem, q[0], kv, **fields)
         grads = Gradients(*reduced["dQ"], *reduced["dKV"])
         return self.backend.attend_backward(block, BackwardInputs(*q[1:]), grads, after=after, meanwhile=meanwhile)
 

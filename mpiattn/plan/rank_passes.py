@@ -14,6 +14,7 @@ from ..engine.identity import Identity
 from ..engine.passes import PASSES
 from ..engine.pool import Pool
 from ..engine.regroup import Regroup
+from ..schedule.kinds import GATHERED, KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,8 +25,11 @@ if TYPE_CHECKING:
     from ..schedule.needed import Activity
     from .decision import Decision
 
-# Of a pass, the arrays that queries have, by which it attends to keys.
-OF_QUERIES = {"forward": ("q",), "backward": ("q", "dout", "lse", "delta")}
+# Of a pass, the arguments that are chunks of queries, and those that are chunks of keys.
+OF_CHUNKS = {
+    direction: [[array.argument for array in kinds[name].arrays] for name in GATHERED]
+    for direction, kinds in KINDS.items()
+}
 
 
 class Prepared(NamedTuple):
@@ -107,8 +111,7 @@ class RankPasses:
         direction = executor.schedule.direction
         self._backend.begin()
         chunks, q_ready, coming = self._way.take(executor.schedule, arrays)
-        queries = [chunks[name] for name in OF_QUERIES[direction]]
-        keys = [chunks[name] for name in ("k", "v") if name in chunks]
+        queries, keys = ([chunks[name] for name in names if name in chunks] for names in OF_CHUNKS[direction])
         partials = executor.run(queries, keys, accumulators, progress, q_ready, coming)
         if sinks is not None and direction == "forward":
             out, lse = partials["O"]

@@ -32,6 +32,11 @@ class Array(NamedTuple):
     wire: str = "dtype"
     in_keys: bool = False
 
+    @property
+    def argument(self) -> str:
+        """Its name among the arguments and the results of a call."""
+        return self.name.replace("O", "out").lower()
+
     def shape(self, problem: Problem) -> tuple[int, ...]:
         """Shape of a token, with the batch folded into the heads."""
         rows = problem.batch * getattr(problem, self.heads)

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..problem.layout import Layout
 from . import travels
-from .kinds import DELTA, DOUT, LSE, OUT, Array, K, Q, V, present
+from .kinds import GATHERED, KINDS, LSE, OUT, Array, K, Q, V, present
 from .tile import Tile, tiles
 
 if TYPE_CHECKING:
@@ -28,7 +28,13 @@ if TYPE_CHECKING:
 
 LOOKED_THROUGH = 64  # chunks; of more, those that hold tokens are found by their tokens
 
-TAKEN = {"forward": (Q, K, V), "backward": (Q, K, V, DOUT, LSE, DELTA)}
+
+def _gathered(direction: str) -> list[Array]:
+    return [array for kind in GATHERED for array in KINDS[direction][kind].arrays]
+
+
+# What both passes take comes first.
+TAKEN = {direction: tuple(dict.fromkeys(_gathered("forward") + _gathered(direction))) for direction in KINDS}
 GIVEN = {"forward": (OUT, LSE), "backward": tuple(array._replace(name=f"d{array.name}") for array in (Q, K, V))}
 
 

@@ -49,11 +49,11 @@ class Blocks:
         }
         for kind, arrays in self.reduced.items():
             backend.wait(self.work.clear(kind, arrays))
-        self.interval = np.zeros((1, tokens), np.int32), np.full((1, tokens), tokens, np.int32)
+        self.fields = {"begin": np.zeros((1, tokens), np.int32), "end": np.full((1, tokens), tokens, np.int32)}
 
     def launch(self, meanwhile=None):
         """Launch the block; returns the event.  meanwhile: as of `mpiattn.backends.base`."""
-        return self.work.launch(self.q, self.kv, self.interval, self.reduced, (), meanwhile)
+        return self.work.launch(self.q, self.kv, self.fields, self.reduced, (), meanwhile)
 
     def run(self, turn=0):
         """Compute the block."""

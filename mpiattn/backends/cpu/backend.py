@@ -6,6 +6,7 @@ that make halves of them.
 
 import ctypes
 import math
+import operator
 from functools import cache
 
 import numpy as np
@@ -23,6 +24,8 @@ MOST_THREADS = 256  # of kernels/cpu/work.h
 HALVES = ("float16", "bfloat16")
 SCATTERED = 12288  # bytes from which on a copy to pages takes less time than NumPy's
 MANY = 2**20  # tokens of a launch whose scratch memory does not grow with more
+TAKES = "q", "k", "v", "begin", "end", "scale", "softcap", "pages", "page_size"  # fields of a block
+_taken = operator.attrgetter(*TAKES)
 _addressof, _from_buffer = ctypes.addressof, ctypes.c_char.from_buffer  # each launch asks for many addresses
 
 
@@ -30,6 +33,7 @@ class CpuBackend(NumpyBackend):
     """The protocol of `mpiattn.backends.base`, with attention and what is done to its partials compiled."""
 
     strided = True
+    takes = TAKES
 
     def __init__(self, name="cpu"):
         super().__init__()
@@ -98,8 +102,8 @@ class CpuBackend(NumpyBackend):
 
     def _run_block(self, operation, block, inputs, results, meanwhile):
         """Run a launch on a block.  inputs, results: what else the operation has, as for `_run`."""
-        # All fields are named, so that one more is missed here, where they become those of `Launch`.
-        q, k, v, begin, end, scale, softcap, pages, page_size = block
+        # All that it takes are named, so that one more is missed here, where they become fields of `Launch`.
+        q, k, v, begin, end, scale, softcap, pages, page_size = _taken(block)
         begin, end = np.ascontiguousarray(begin, np.int32), np.ascontiguousarray(end, np.int32)
         v = _values(v, k, inputs.get("dout", results.get("out")))
         if pages is None:

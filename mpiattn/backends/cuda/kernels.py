@@ -58,6 +58,7 @@ class KernelLaunches:
     """`attend` and the other computing launches of `mpiattn.backends.base`, as kernel launches."""
 
     dtypes: tuple[str, ...] = tuple(tile_table.ELEMENTS)
+    takes: tuple[str, ...] = ("q", "k", "v", "begin", "end", "scale", "softcap", "pages", "page_size")
 
     def __init__(self):
         super().__init__()

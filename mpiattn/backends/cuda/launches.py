@@ -50,8 +50,9 @@ class BlockShape(NamedTuple):
     @classmethod
     def of(cls, block, value_dim, groups):
         """Of a `mpiattn.backends.block.BlockInputs`."""
-        q, k, v, _, _, scale, softcap, _, page_size = block
-        return cls(q.shape, k.shape, value_dim, groups, q.dtype, scale, softcap, page_size or 0, v is None)
+        q, k, v = block[:3]
+        shared_kv, page_size = v is None, block.page_size or 0
+        return cls(q.shape, k.shape, value_dim, groups, q.dtype, block.scale, block.softcap, page_size, shared_kv)
 
 
 def _alignment(dim):

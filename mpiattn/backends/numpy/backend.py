@@ -9,7 +9,7 @@ import numpy as np
 from ...errors import ArgumentError
 from ...model.machine import DEFAULT
 from ...problem.tensors import what_is
-from ..block import BackwardInputs, Gradients
+from ..block import BackwardInputs, BlockInputs, Gradients
 from ..kept import Kept
 from ..pages import Tables
 from ..wire import in_memory
@@ -21,15 +21,19 @@ PANEL = 4096  # keys of one head that are converted or made contiguous at a time
 LOWEST = float(np.finfo(np.float32).min)
 MERGED = 2**16  # elements of a partial that are merged at a time, to bound the work arrays
 NARROWED = 2**12  # elements that are rounded at a time, in a few arrays of as many
+PACKED = "q", "k", "v", "begin", "end", "scale", "softcap"  # the fields of a block whose heads are packed
+UNPACKED = [name for name in BlockInputs._fields if name not in PACKED]
 
 
 def _packing(block):
     """Number of query heads of a KV head to pack into one: all if one head has fewer rows than a row tile, else 1.
 
-    One product of many rows is faster than many products of few rows.  Packed heads must share their intervals.
+    One product of many rows is faster than many products of few rows.  Packed heads must share their intervals, and a
+    block that has other fields stays as it is.
     """
-    per_kv = block.q.shape[1] // max(block.k.shape[1], 1)
-    return per_kv if len(block.begin) == 1 and len(block.q) < tiles.ROWS else 1
+    if len(block.begin) > 1 or len(block.q) >= tiles.ROWS or any(getattr(block, name) is not None for name in UNPACKED):
+        return 1
+    return block.q.shape[1] // max(block.k.shape[1], 1)
 
 
 def _by_packed(array, packed, per_kv):
@@ -107,6 +111,7 @@ class NumpyBackend:
     strided = False
     sends_blocks = True
     dlse_on_all = False
+    takes: tuple[str, ...] = BlockInputs._fields
     idle = staticmethod(os.sched_yield)
 
     def __init__(self):
