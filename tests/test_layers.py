@@ -13,8 +13,8 @@ pytestmark = pytest.mark.workshop
 PACKAGE = launch.ROOT / "mpiattn"
 
 # Imports go down, or sideways without cycles.  A package's name stands for all its modules.
-# Packages, the lowest first, as docs/contributing.md draws them: those of the library, which programs call, and the tools on
-# top of it.  Each may import from those before it, from `errors` and from `version`.
+# Packages, the lowest first, as docs/contributing.md draws them: those of the library, which programs call, and the
+# tools on top of it.  Each may import from those before it, from `errors` and from `version`.
 LIBRARY = [
     "system",
     "problem",

@@ -208,7 +208,7 @@ def test_a_quick_survey_finds_the_best(layout):
             batch=int(rng.choice([1, 1, 4])),
         )
         how = {
-            "pairs": layouts(layout, problem, 8),
+            "layout_pairs": layouts(layout, problem, 8),
             "nodes": np.arange(8) // of_node,
             "machine": DEFAULT,
             "direction": str(rng.choice(["forward", "both"])),
@@ -223,7 +223,7 @@ def test_heads_are_split_where_that_sends_least():
     for kv_heads, saved in ((32, 0.97), (8, 0.90)):
         problem = Problem(2**20, 32, 128, kv_heads=kv_heads, dtype="bfloat16")
         best = choices(problem, 256, every=None)[0]
-        ring = flat_choices(problem, 256, shapes=[Tile(1, 1, 256)])[0]
+        ring = flat_choices(problem, 256, tiles=[Tile(1, 1, 256)])[0]
         assert best.tile.h > 1 and best.sent_bytes <= (1 - saved) * ring.sent_bytes
 
 

@@ -116,8 +116,8 @@ def run(args):
         args.ranks,
         on,
         route=args.route,
-        kinds=kinds,
-        pairs=layouts(args.layout, problem, args.ranks, mask),
+        schedules=kinds,
+        layout_pairs=layouts(args.layout, problem, args.ranks, mask),
         mesh_layout=args.mesh_layout,
         direction=args.direction,
         max_memory=args.max_memory,
@@ -127,7 +127,7 @@ def run(args):
     choices, bounds, fastest = search.within_memory(space, every="tile" if args.ranks <= EVERY_TILE else None)
     auto, best = choices[0], bounds()
     if asked in best:
-        choices += search.survey(replace(space, shapes=[asked]), every=None)[0]
+        choices += search.survey(replace(space, tiles=[asked]), every=None)[0]
     best |= {choice.tile: choice for choice in reversed(choices)}  # best first
     ring = best[Tile(1, 1, args.ranks)].sent_bytes
     shown = best[asked or auto.tile]

@@ -17,7 +17,7 @@ from ..schedule.travels import size_of
 from . import memory
 from .regrouped import Regrouped, of_token
 from .simulate import COPYING
-from .space import balancing, pair_of
+from .space import auto_kinds, pair_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -92,7 +92,7 @@ def _reordered_stripes(layout: Layout, planes: int) -> Layout:
 def inner_layouts(space, pair, chunks):
     """The pairs of layouts, of queries and of keys, that a plane of so many ranks may compute with.
 
-    space: a completed `SearchSpace`.  pair: one of its `pairs`.
+    space: a completed `SearchSpace`.  pair: one of its `layout_pairs`.
     """
     problem, wanted = space.problem, space.mesh_layout
     if not isinstance(wanted, str):
@@ -100,7 +100,7 @@ def inner_layouts(space, pair, chunks):
     if wanted != "auto":
         return [pair_of((wanted, wanted), problem, chunks)]
     own = pair if pair[0].chunks == chunks else pair_of([layout.kind for layout in pair], problem, chunks)
-    others = balancing(space.mask, chunks) if len(space.pairs) == 1 else ()
+    others = auto_kinds(space.mask, chunks) if len(space.layout_pairs) == 1 else ()
     return list(dict.fromkeys([own, *(pair_of((kind, kind), problem, chunks) for kind in others)]))
 
 
@@ -109,7 +109,7 @@ def timed(tile):
     return sorted({i * tile.ranks // TIMED for i in range(TIMED)})
 
 
-class _Regrouping:
+class _RegroupingCost:
     """What regrouping adds to the passes of a space: seconds, {pass: bytes sent}, bytes of memory."""
 
     def __init__(self, regrouping, space):
@@ -156,10 +156,10 @@ class Arrangement:
 
     @cached_property
     def _cost(self):
-        """The `_Regrouping`; None if there is none."""
+        """The `_RegroupingCost`; None if there is none."""
         if not self.regrouped:
             return None
-        return _Regrouping(Regrouping(self._space.problem, self._tile, self._outer, self.inner), self._space)
+        return _RegroupingCost(Regrouping(self._space.problem, self._tile, self._outer, self.inner), self._space)
 
     @cached_property
     def _outer(self):
