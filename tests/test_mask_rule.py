@@ -152,7 +152,7 @@ def test_a_mask_that_is_new(seqlen, seqlen_k, window, ahead, kind, of_keys):
     work = Work(mask, *layouts)
     for tile in tiles(6):
         activity, load = Activity(mask, *layouts, tile), Load(work, tile)
-        assert load.rank_pairs.tolist() == [activity.work(rank) for rank in range(6)]
+        assert load.rank_pairs.tolist() == [activity.pairs(rank) for rank in range(6)]
         moved = {route: load.moved("KV", route).sum() for route in ("direct", "ring")}
         for route, tokens in moved.items():
             sent = [activity.travelling("KV", rank, hop, route) for rank in range(6) for hop in range(1, tile.b)]

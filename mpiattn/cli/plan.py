@@ -153,7 +153,9 @@ def run(args):
         "others": _others(problem, args, mask, ring, least) if args.ranks > 1 else [],
     }
     nodes = nodes_of(args.ranks, on).tolist()
-    decision = Decision(problem, shown, on, None, nodes, fastest, overlap=True, mask=mask, longest=shown.seconds)
+    decision = Decision(
+        problem, shown, on, None, nodes, fastest, overlap=True, mask=mask, longest_seconds=shown.seconds
+    )
     schedules = [decision.schedule(direction) for direction in DIRECTIONS[args.direction]]
     if args.steps:
         data["steps"] = {schedule.direction: _steps(schedule) for schedule in schedules}
@@ -182,10 +184,10 @@ def _machine(args):
 
 def _plot(path, data, decision, schedules):
     """Draw the page of the shown tile."""
-    of_mesh, shown = decision.of_mesh, decision.choice
+    plane, shown = decision.plane, decision.choice
     work = Work(decision.mask, *shown.mesh_layouts)
-    load = Load(work, of_mesh.choice.tile)
-    timelines = [simulate(schedule, of_mesh.problem, load, of_mesh.machine, of_mesh.nodes) for schedule in schedules]
+    load = Load(work, plane.choice.tile)
+    timelines = [simulate(schedule, plane.problem, load, plane.machine, plane.nodes) for schedule in schedules]
     around = shown.seconds - sum(predicted.seconds for predicted in timelines)
     parts = [(predicted.direction, predicted.seconds) for predicted in timelines]
     if around > SHORTEST * shown.seconds:
@@ -196,7 +198,7 @@ def _plot(path, data, decision, schedules):
     )
     if len(parts) > 1:
         title += f" ({', '.join(f'{name} {duration(seconds)}' for name, seconds in parts)})"
-    style.save(page(of_mesh.problem, work.pairs, load, schedules, timelines, title, data), path, "--plot")
+    style.save(page(plane.problem, work.pairs, load, schedules, timelines, title, data), path, "--plot")
 
 
 def _listed(best, *named):

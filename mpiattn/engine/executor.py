@@ -40,7 +40,7 @@ class Executor:
     """The buffers of one pass and the loop over its schedule.
 
     computation: a pass of `mpiattn.engine.passes`.
-    calls: the `AlikeCalls` for which memory is made at once: those without documents.
+    calls: the `AlikeCalls` for which it makes memory at once: those without documents.
     pool: the `Pool` of its buffers.
     """
 

@@ -12,7 +12,7 @@ from ..schedule.tile import Tile
 from ..schedule.travels import token_bytes
 from . import cost, memory
 from .lower_bounds import LowerBounds
-from .planes import of_plane
+from .planes import plane_machine
 from .simulate import simulate
 from .workload import Load, Work
 
@@ -70,7 +70,7 @@ class Predictions:
 
     def __init__(self, space, planes, regrouped):
         self._problem = plane_problem(space.problem, planes) if regrouped else space.problem
-        self._machine, self._nodes = of_plane(space.machine, space.nodes, planes), space.nodes[::planes]
+        self._machine, self._nodes = plane_machine(space.machine, space.nodes, planes), space.nodes[::planes]
         self._passes, self._overlap = space.passes, space.overlap
         tiles = tuple(tile.plane for tile in space.tiles if tile.h == planes)
         work, self._load = _loads(space.mask)

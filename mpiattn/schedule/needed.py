@@ -113,7 +113,7 @@ class Activity:
         lo, hi, ends = self._reach  # of all chunks at once: a call asks for those of most
         return _union(lo[ends[chunk] : ends[chunk + 1]], hi[ends[chunk] : ends[chunk + 1]])
 
-    def block(self, i, j):
+    def has_work(self, i, j):
         """Whether any query of chunk i sees any key of chunk j."""
         return bool(self.keys(i, j))
 
@@ -149,7 +149,7 @@ class Activity:
     def _queries(self, i, j):
         """The queries of chunk i that see keys of chunk j, as `Ranges`."""
         if self.striped or self.full:
-            return whole(self.q_layout.length(i)) if self.block(i, j) else ()
+            return whole(self.q_layout.length(i)) if self.has_work(i, j) else ()
         seeing, runs = [], runs_of(self.q_layout, i)
         for rows, lo, hi in self._rows(i):
             for tokens in filter(len, self.k_layout.ranges(j)):
@@ -159,12 +159,12 @@ class Activity:
                         seeing.append((int(rows[first]), int(rows[last - 1]) + 1))
         return cover(runs, seeing)
 
-    def work(self, rank):
+    def pairs(self, rank):
         """Number of attended (query, key) pairs in a rank's tile, summed over the groups of documents."""
         total = 0
         for chunk in self.tile.row(rank):
             for other in self.tile.column(rank):
-                if self.block(chunk, other):
+                if self.has_work(chunk, other):
                     begin, end = self.columns(chunk, self.k_layout.ranges(other))
                     total += int((end - begin).sum(dtype=np.int64))
         return total

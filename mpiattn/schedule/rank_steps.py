@@ -35,7 +35,7 @@ class RankSteps:
         activity.trim()
 
     def _launches(self, i: int, j: int) -> tuple[tuple[Ranges, Ranges], ...]:
-        if not self._activity.block(i, j):
+        if not self._activity.has_work(i, j):
             return ()
         return tuple(product(self._together("Q", i), self._together("KV", j)))
 
