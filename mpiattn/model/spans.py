@@ -28,9 +28,9 @@ class Spans:
         tokens = mask.unpadded
         q_start, q_stop = (ends.clip(tokens.start, tokens.stop) for ends in (q_start, q_stop))
         some_q, some_k = q_start < q_stop, k_start < k_stop
-        (lo, lo_of_last), (_, hi) = mask.seen_by(np.stack([q_start, q_stop - 1]).clip(0, max(mask.seqlen - 1, 0)))
+        (lo, lo_of_last), (_, hi) = mask.keys_seen_by(np.stack([q_start, q_stop - 1]).clip(0, max(mask.seqlen - 1, 0)))
         self.nested = not lo_of_last[some_q].any()  # whether each query sees all that those before it see
-        first, after = mask.seeing(k_start, k_stop)
+        first, after = mask.queries_seeing(k_start, k_stop)
         self.intervals = (
             (np.where(some_k, first, NONE), np.where(some_k, after, 0)),
             (np.where(some_q, lo, NONE), np.where(some_q, hi, 0)),

@@ -21,8 +21,8 @@ from .route import leg_of, passed_on
 
 def _union(lo, hi):
     """Disjoint increasing intervals that cover the same keys as the intervals [lo, hi): their starts and their ends."""
-    kept = lo < hi
-    lo, hi = lo[kept], hi[kept]
+    some = lo < hi
+    lo, hi = lo[some], hi[some]
     if len(lo) < 2:
         return lo, hi
     if (lo[1:] < lo[:-1]).any():
@@ -71,34 +71,34 @@ class Activity:
         return self._of_sequences[key]
 
     def trim(self):
-        """Forget what is large and was only needed to find the tokens that travel."""
+        """Forget the intervals of single queries, which are large: the tokens that travel are known."""
         self._rows.clear()
 
     def interval(self, chunk):
-        """Keys [lo, hi) that each query of a chunk sees: two int64 arrays (groups, tokens)."""
+        """The keys [lo, hi) that each query of a chunk sees, as positions: two int64 arrays (groups, tokens)."""
         return self.mask.key_interval(self.q_layout.positions(chunk), self.documents)
 
     def columns(self, chunk, keys, rows=None):
-        """The columns [begin, end) of `keys` that each query of a chunk sees: two int32 arrays (groups, tokens).
+        """The keys [begin, end) that each query of a chunk sees, as columns of some keys: int32, as of `interval`.
 
-        keys: as for `columns_of`.
+        keys: their positions, as for `columns_of`.
         rows: `Ranges` of the chunk's queries; None for all.
         """
-        place = columns_of(keys)
+        to_columns = columns_of(keys)
         positions, groups = self.q_layout.positions(chunk), len(self.documents or (None,))
         if rows is not None and rows != whole(len(positions)):
             positions = np.concatenate([positions[:0], *(positions[start:stop] for start, stop in rows)])
         if len(positions) <= PIECE:
-            return self.mask.key_interval(positions, self.documents, place)
+            return self.mask.key_interval(positions, self.documents, to_columns)
         begin, end = (np.empty((groups, len(positions)), np.int32) for _ in range(2))
         for start in range(0, len(positions), PIECE):
             part = slice(start, start + PIECE)
-            begin[:, part], end[:, part] = self.mask.key_interval(positions[part], self.documents, place)
+            begin[:, part], end[:, part] = self.mask.key_interval(positions[part], self.documents, to_columns)
         return begin, end
 
     @cached_property
     def _reach(self):
-        """Keys [lo, hi) that queries of each document see, chunk after chunk, and where the chunks' begin and end."""
+        """The keys [lo, hi) that queries of each document see, chunk after chunk, and where each chunk's begin."""
         cuts, owners = self.q_layout.owners
         lo, hi, piece = self.mask.reach(cuts, self.documents)
         owner = owners[piece]
@@ -110,8 +110,8 @@ class Activity:
         if self.q_layout.kind == "striped":
             lo, hi = self.interval(chunk)
             return _union(lo.ravel(), hi.ravel())
-        lo, hi, ends = self._reach  # of all chunks at once: a call asks for those of most
-        return _union(lo[ends[chunk] : ends[chunk + 1]], hi[ends[chunk] : ends[chunk + 1]])
+        lo, hi, starts = self._reach  # of all chunks at once: a call asks for those of most
+        return _union(lo[starts[chunk] : starts[chunk + 1]], hi[starts[chunk] : starts[chunk + 1]])
 
     def has_work(self, i, j):
         """Whether any query of chunk i sees any key of chunk j."""

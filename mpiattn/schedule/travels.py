@@ -120,7 +120,7 @@ def halo(problem, ranks, direction="forward"):
     returns their gradients in the backward pass.
     """
     tokens = problem.seqlen
-    (_, of_last), (of_first, _) = problem.mask.seen_by(np.array([0, tokens - 1]))
+    (_, of_last), (of_first, _) = problem.mask.keys_seen_by(np.array([0, tokens - 1]))
     if tokens != problem.seqlen_k or of_last == 0 or of_first == tokens:
         return None
     if direction == "both":
