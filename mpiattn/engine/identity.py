@@ -7,11 +7,11 @@ where it lies.  `mpiattn.engine.regroup` is the way where sequences, heads or to
 from itertools import chain
 
 from ..model import memory
-from ..schedule.kinds import GATHERED, OUT
+from ..schedule.kinds import GATHERED, KINDS, OUT
 from .folding import Folding, stays
 
 # Arguments that launches may take where the caller has them, and the kind of chunks whose tokens they have.
-STRIDED = {"q": "Q", "dout": "Q", "k": "KV", "v": "KV"}
+STRIDED = {array.argument: kind for kind in GATHERED for array in KINDS["backward"][kind].arrays if array.dim}
 
 
 class Identity:

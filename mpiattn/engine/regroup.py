@@ -12,7 +12,7 @@ import numpy as np
 
 from ..backends.wire import in_place
 from ..model import memory
-from ..schedule.kinds import DOUT, GATHERED, TAG, K, Q, V
+from ..schedule.kinds import GATHERED, TAG, Q
 from ..schedule.regroup import GIVEN, TAKEN, arrays_of, of_keys, plane_problem, rows_of
 from .coming import Coming
 from .folding import Folding, stays
@@ -20,12 +20,6 @@ from .identity import Identity
 
 ARRAYS = tuple(array.name for arrays in (*TAKEN.values(), *GIVEN.values()) for array in arrays)
 TAGS = {name: max(TAG.values()) + 16 + i for i, name in enumerate(dict.fromkeys(ARRAYS))}
-ARGUMENTS = {Q.name: "q", K.name: "k", V.name: "v", DOUT.name: "dout"}  # whose names differ from those of arrays
-
-
-def argument_of(array):
-    """The name of an array among the arguments of a pass."""
-    return ARGUMENTS.get(array.name, array.name)
 
 
 def _by_head(array):
@@ -172,7 +166,7 @@ class Regroup:
         coming = self.coming = Coming(self.backend, self.exchange, last, f"regrouping for the {direction} pass")
         sends, receives, staying = [], [], []
         for array in arrays_of(self._problem, direction, False):
-            whole, chunk = outer[argument_of(array)], self._chunks[array.name, False]
+            whole, chunk = outer[array.argument], self._chunks[array.name, False]
             outward, inward = self._parts(array, False)
             kind = "KV" if of_keys(array) else "Q"
             memory, done = self._packed[array.name, False, "outer"], {}
@@ -208,10 +202,7 @@ class Regroup:
         coming.wait_for_other()
         self.backend.begin()  # messages of the pass have these copies
         return (
-            {
-                argument_of(array): self._chunks[array.name, False]
-                for array in arrays_of(self._problem, direction, False)
-            },
+            {array.argument: self._chunks[array.name, False] for array in arrays_of(self._problem, direction, False)},
             (),
             coming,
         )

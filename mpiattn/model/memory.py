@@ -40,9 +40,9 @@ def buffer_bytes(schedule, problem, load, layout):
         ordered = [kind for kind in kinds if kind in IN_COLUMNS]
     order = below(schedule, token_bytes, ordered)
     sizes = {}
-    for part, kind, slot in order:
-        of = ("arena" if part == "ordered" else part, kind)
-        sizes[part, kind, slot] = rows[of] * token_bytes[of]
+    for role, kind, slot in order:
+        of = ("arena" if role == "ordered" else role, kind)
+        sizes[role, kind, slot] = rows[of] * token_bytes[of]
     return own + stack(order, sizes)[1]
 
 

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from ..schedule.needed import Activity
     from .decision import Decision
 
-# Of a pass, the arrays that queries have, by which it attends to keys.
-OF_QUERIES = {"forward": ("q",), "backward": ("q", "dout", "lse", "delta")}
-
 
 class Prepared(NamedTuple):
     """A pass for which all memory is there.
@@ -109,8 +106,7 @@ class RankPasses:
         direction = executor.schedule.direction
         self._backend.begin()
         chunks, q_ready, coming = self._way.take(executor.schedule, arrays)
-        queries = [chunks[name] for name in OF_QUERIES[direction]]
-        keys = [chunks[name] for name in ("k", "v") if name in chunks]
+        queries, keys = ([chunks[name] for name in names] for names in executor.computation.inputs)
         partials = executor.run(queries, keys, accumulators, progress, q_ready, coming)
         if sinks is not None and direction == "forward":
             out, lse = partials["O"]

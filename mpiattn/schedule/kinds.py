@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
     from ..problem.problem import Problem
 
-# The shape of a token and its dtype.
-Held: TypeAlias = "tuple[tuple[int, ...], str]"
+TokenArray: TypeAlias = "tuple[tuple[int, ...], str]"  # the shape of a token, and its dtype
+# The arguments of a pass whose names differ from those of the arrays.
+ARGUMENTS = {"Q": "q", "K": "k", "V": "v", "dO": "dout"}
 
 
 class Array(NamedTuple):
@@ -32,16 +33,21 @@ class Array(NamedTuple):
     wire: str = "dtype"
     in_keys: bool = False
 
+    @property
+    def argument(self) -> str:
+        """Its name among the arguments of a pass."""
+        return ARGUMENTS.get(self.name, self.name)
+
     def shape(self, problem: Problem) -> tuple[int, ...]:
         """Shape of a token, with the batch folded into the heads."""
         rows = problem.batch * getattr(problem, self.heads)
         return (rows, getattr(problem, self.dim)) if self.dim else (rows,)
 
-    def held(self, problem: Problem) -> Held:
+    def held(self, problem: Problem) -> TokenArray:
         """Shape of a token and dtype in memory."""
         return self.shape(problem), getattr(problem, self.dtype)
 
-    def travelling(self, problem: Problem) -> Held:
+    def travelling(self, problem: Problem) -> TokenArray:
         """Shape of a token and dtype in messages."""
         return self.shape(problem), getattr(problem, self.wire)
 
@@ -131,7 +137,7 @@ def chunk_of(kind: str, u: int, w: int) -> int:
     return w if kind in IN_COLUMNS else u
 
 
-def shapes(problem: Problem, direction: str) -> dict[str, list[Held]]:
+def shapes(problem: Problem, direction: str) -> dict[str, list[TokenArray]]:
     """{arena: [(shape of a token, dtype) of each array]}; arena "+X" holds partials in their dtype on the wire."""
     kinds = KINDS[direction]
     arenas = {name: [array.held(problem) for array in kind.arrays_of(problem)] for name, kind in kinds.items()}
