@@ -168,11 +168,11 @@ def test_memory_is_what_buffers_take(wire_dtype):
                 Load(Work(problem.mask, layout, layout), tile),
                 Places(schedule, 5, Activity(problem.mask, layout, layout, tile)),
             )
-            for of_keys in ("contiguous", "striped"):
+            for load.ordered in (True, False):
                 buffers = Buffers(Pool(NumpyBackend()), Forward(problem, None).shapes(), schedule)
-                sorted_again = of_keys == "striped" and kind == "collective" and tile.b > 1  # keys by position
+                sorted_again = not load.ordered and kind == "collective" and tile.b > 1  # keys by position
                 buffers.fit(places, {"O": (True, True)}, ("KV",) if sorted_again else ())
-                assert memory.buffer_bytes(schedule, problem, load, of_keys)[5] == buffers.nbytes, (tile, kind)
+                assert memory.buffer_bytes(schedule, problem, load)[5] == buffers.nbytes, (tile, kind)
 
 
 def test_wrong_arguments():

@@ -123,7 +123,7 @@ class Buffers:
         return all(count <= self._fitted[0][name] for name, count in rows.items())
 
     def _take(self, rows, shapes, order):
-        """Cut arrays of so many rows from the pool; all by `BufferName`, as of `sharing`, whose roles have "own" too."""
+        """Cut arrays of so many rows from the pool; all by `BufferName` as of `sharing`, with the role "own" too."""
         self.drop()
         arrays, spans = self.pool.arrays(
             self,

@@ -54,7 +54,7 @@ def _in_chunks(owners, lo, hi, rows, k_layout):
         )
         return (begun - ended).reshape(rows, columns + 1)[:, :-1].cumsum(axis=1)
 
-    if k_layout.kind == "striped":
+    if k_layout.striped:
         rounds, rest = np.divmod(hi - lo, k_layout.chunks)
         first = lo % k_layout.chunks
         twice = covered(first, first + rest, 2 * k_layout.chunks)  # the second half are the first stripes again

@@ -80,7 +80,7 @@ def aligned(pair: tuple[Layout, Layout], planes: int) -> tuple[Layout, Layout]:
     """
     if planes == 1:
         return pair
-    return _of_both(lambda layout: _reordered_stripes(layout, planes) if layout.kind == "striped" else layout, pair)
+    return _of_both(lambda layout: _reordered_stripes(layout, planes) if layout.striped else layout, pair)
 
 
 def _reordered_stripes(layout: Layout, planes: int) -> Layout:

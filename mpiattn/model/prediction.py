@@ -92,11 +92,11 @@ class Predictions:
         """The `Choice` of a tile of the plane; arguments that are equal have the same."""
         load, in_memory = self._load(pair, tile), self._load_without_documents(pair, tile)
         built = self._schedules(tile, kind, route, cost.AHEAD if self._overlap else None)
-        ahead, nbytes = built[0].ahead, self._nbytes(built, in_memory, pair)
+        ahead, nbytes = built[0].ahead, self._nbytes(built, in_memory)
         while ahead and max_memory is not None and nbytes > max_memory:
             ahead -= 1
             built = self._schedules(tile, kind, route, ahead)
-            nbytes = self._nbytes(built, in_memory, pair)
+            nbytes = self._nbytes(built, in_memory)
         runs = [simulate(schedule, self._problem, load, self._machine, self._nodes) for schedule in built]
         seconds = sum(run.seconds for run in runs)
         waiting = sum(float(run.waiting.mean()) for run in runs) / seconds if seconds else 0.0
@@ -110,11 +110,11 @@ class Predictions:
             for kind, nbytes in token_bytes(self._problem, schedule.direction).items()
         }
 
-    def _nbytes(self, schedules, load, layouts):
+    def _nbytes(self, schedules, load):
         """Bytes of memory on the rank that needs the most."""
         problem = self._problem
         nbytes = memory.chunk_bytes(problem, *load.lengths)
-        buffers = [memory.buffer_bytes(schedule, problem, load, layouts[1].kind) for schedule in schedules]
+        buffers = [memory.buffer_bytes(schedule, problem, load) for schedule in schedules]
         nbytes = nbytes + np.max(buffers, axis=0)  # the passes share them
         for schedule in schedules:
             if schedule.direction == "backward":

@@ -22,7 +22,7 @@ def _all_see(mask, q_layout, k_layout):
 
     It does if keys are striped and it sees as many keys in a row as there are chunks.
     """
-    if k_layout.kind != "striped":
+    if not k_layout.striped:
         return False
     starts, lengths, step = q_layout.all_ranges()
     last = np.sort(np.where(lengths > 0, starts + (lengths - 1) * step, 0).max(axis=0))
@@ -55,7 +55,7 @@ class Work:
     def spans(self):
         """The `Spans` of the tokens that travel; None where all or nothing of a chunk does."""
         q_layout, k_layout = self._layouts
-        striped = "striped" in (q_layout.kind, k_layout.kind)
+        striped = q_layout.striped or k_layout.striped
         whole = self._mask.full or striped or q_layout.chunks == 1 or not self.counts.any()
         return None if whole else Spans(self._mask, q_layout, k_layout)
 

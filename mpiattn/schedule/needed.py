@@ -42,7 +42,7 @@ class Activity:
     def __init__(self, mask, q_layout, k_layout, tile, documents=None):
         self.mask, self.q_layout, self.k_layout = mask, q_layout, k_layout
         self.tile, self.documents = tile, documents
-        self.striped = any(layout.kind == "striped" for layout in (q_layout, k_layout))
+        self.striped = q_layout.striped or k_layout.striped
         self.full = documents is None and mask.full
         self._of_sequences = {}  # by their slice of the batch, the activities of some sequences
         self.seen, self._rows = Remembered(self._seen), Remembered(self._rows_of)
@@ -107,7 +107,7 @@ class Activity:
 
     def _seen(self, chunk):
         """The union of the keys that the queries of a chunk see, as disjoint intervals: their starts and their ends."""
-        if self.q_layout.kind == "striped":
+        if self.q_layout.striped:
             lo, hi = self.interval(chunk)
             return _union(lo.ravel(), hi.ravel())
         lo, hi, starts = self._reach  # of all chunks at once: a call asks for those of most
