@@ -28,7 +28,7 @@ def test_hops_go_back_and_around():
     assert tile.row(4) == [4, 3, 5] and tile.column(4) == [4, 1]
     assert [tile.in_group("Q", 4, hop) for hop in (-1, 0, 3)] == [5, 4, 4]
     assert [tile.in_group("dKV", 4, hop) for hop in (-1, 0, 2)] == [1, 4, 4]
-    assert [tile.row_and_column(rank) for rank in (0, 4)] == [(0, 0), (1, 1)]
+    assert [tile.place(rank) for rank in (0, 4)] == [(0, 0), (1, 1)]
     assert [tile.extent(kind) for kind in ("Q", "O", "KV", "dKV")] == [3, 3, 2, 2]
 
 
@@ -47,7 +47,7 @@ def test_planes_are_apart():
         first = rank // 8 * 8
         assert tile.row(rank) == [first + other for other in plane.row(rank % 8)]
         assert tile.column(rank) == [first + other for other in plane.column(rank % 8)]
-        assert tile.row_and_column(rank) == plane.row_and_column(rank % 8)
+        assert tile.place(rank) == plane.place(rank % 8)
 
 
 def test_every_tile_of_some_ranks():

@@ -59,7 +59,7 @@ class Buffers:
 
     def __init__(self, pool, shapes, schedule):
         self.pool, self.shapes, self.schedule = pool, shapes, schedule
-        self.packed = any(step.fused for step in schedule.steps)
+        self.packed = schedule.packed
         self.reduced = REDUCED[schedule.direction]
         self._cast = {  # by kind, the arrays into which partials are cast
             kind: [None if wire == own else wire for own, wire in zip(shapes[kind], shapes[arena_of(kind)])]

@@ -20,7 +20,7 @@ def buffer_bytes(schedule, problem, load):
     keys of consecutive chunks follow one another, it also holds the arrays that move in columns a second time, sorted
     by position.
     """
-    kinds, fused = KINDS[schedule.direction], any(step.fused for step in schedule.steps)
+    kinds, fused = KINDS[schedule.direction], schedule.packed
     of_arenas, of_own, of_cast = _of_token(problem.token, schedule.direction)
     own, rows, token_bytes = 0, {}, {}
     for kind in kinds:

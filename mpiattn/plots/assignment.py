@@ -32,7 +32,7 @@ def _color_of(rank, tile):
     """The color of a rank: far from those of its neighbours in the row, and darker for higher columns."""
     from matplotlib import colormaps
 
-    row, column = tile.row_and_column(rank)
+    row, column = tile.place(rank)
     return 1 - LIGHT * (1 - np.array(colormaps["cividis_r"]((column * tile.b + row) / max(1, tile.ranks - 1))[:3]))
 
 

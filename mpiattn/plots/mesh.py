@@ -12,7 +12,7 @@ def draw_mesh(axes, tile, rank=0):
 
     rank: its number in its plane.
     """
-    own_row, own_column = tile.plane.row_and_column(rank)
+    own_row, own_column = tile.plane.place(rank)
     rows, columns = _with(shown(tile.b), own_row), _with(shown(tile.a), own_column)
     for y, row in enumerate(rows):
         for x, column in enumerate(columns):

@@ -75,10 +75,9 @@ def _below(
     schedule: Schedule, token_bytes: dict[tuple[str, str], int], ordered: Iterable[str]
 ) -> dict[BufferName, list[BufferName]]:
     lives = lives_of(schedule, (kind for role, kind in token_bytes if role == "wire"), ordered)
-    packed = any(step.fused for step in schedule.steps)
 
     def chunks(kind: str) -> int:
-        if not packed:
+        if not schedule.packed:
             return 1
         return schedule.slots[kind] if kind.startswith("+") else schedule.tile.extent(kind)
 

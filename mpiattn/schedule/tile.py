@@ -59,7 +59,7 @@ class Tile:
         """Number of ranks in the row or column that a kind moves in, and so of its hops, #0 included."""
         return self.b if kind in IN_COLUMNS else self.a
 
-    def row_and_column(self, rank: int) -> tuple[int, int]:
+    def place(self, rank: int) -> tuple[int, int]:
         """Row and column of a rank in its plane."""
         return rank // self.a % self.b, rank % self.a
 
@@ -70,7 +70,7 @@ class Tile:
 
     def in_column(self, rank: int, hop: int) -> int:
         """The rank `hop` hops back in the column of `rank`."""
-        row, _ = self.row_and_column(rank)
+        row, _ = self.place(rank)
         return rank + ((row - hop) % self.b - row) * self.a
 
     def in_group(self, kind: str, rank: int, hop: int) -> int:
