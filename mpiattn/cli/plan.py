@@ -11,10 +11,10 @@ from ..console import options
 from ..console.json_file import write_json
 from ..console.table import duration
 from ..errors import ArgumentError
-from ..model import cost, machine, planes, search
+from ..model import machine, planes, search
 from ..model.prediction import Choice
 from ..model.simulate import nodes_of, simulate
-from ..model.space import DIRECTIONS, SearchSpace, layouts
+from ..model.space import DIRECTIONS, SearchSpace, allowed_schedules, layouts
 from ..model.workload import Load, Work
 from ..plan.decision import Decision
 from ..plots import style
@@ -109,14 +109,13 @@ def run(args):
     cuts = expected_cuts(problem, given, "--documents")
     mask = problem.mask_of(cuts)
     asked = parse_tile(args.tile, args.ranks)
-    kinds = cost.SCHEDULES if args.schedule == "auto" else (args.schedule,)
     on = _machine(args)
     space = SearchSpace(
         problem,
         args.ranks,
         on,
         route=args.route,
-        schedules=kinds,
+        schedules=allowed_schedules(args.schedule),
         layout_pairs=layouts(args.layout, problem, args.ranks, mask),
         mesh_layout=args.mesh_layout,
         direction=args.direction,

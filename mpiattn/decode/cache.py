@@ -107,7 +107,7 @@ class KVCache(Collective):
         max_message: int | str = MAX_MESSAGE,
         timeout: float | None = None,
     ) -> None:
-        asked = CacheOptions(**for_record(CacheOptions, locals()))  # all arguments: nothing else has a name yet
+        asked = CacheOptions(**for_record(CacheOptions, locals()))  # the arguments alone
         home = Home.enter(comm, time_limit(timeout))
         with self.making(home):
             peers = home.peers(time_limit(timeout))

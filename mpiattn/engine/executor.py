@@ -63,7 +63,7 @@ class Executor:
         for kind in self.buffers.reduced:
             arrays = KINDS[schedule.direction][kind].arrays_of(computation.problem)
             strided = stays(self.backend, schedule.tile, kind)
-            needs_memory[kind] = [not array.in_place(computation.problem, strided) for array in arrays]
+            needs_memory[kind] = [not array.in_result(computation.problem, strided) for array in arrays]
         self._fit(calls, needs_memory)
 
     def prepare(self, calls, results):

@@ -21,7 +21,7 @@ def buffer_bytes(schedule, problem, load):
     by position.
     """
     kinds, fused = KINDS[schedule.direction], schedule.packed
-    of_arenas, of_own, of_cast = _of_token(problem.token, schedule.direction)
+    of_arenas, of_own, of_cast = _of_token(problem.without_tokens, schedule.direction)
     own, rows, token_bytes = 0, {}, {}
     for kind in kinds:
         column = kind in IN_COLUMNS
@@ -52,7 +52,7 @@ def _of_token(problem, direction):
     """Bytes of a token: in every arena; of own accumulators that are not results, and of what is cast, by kind."""
     arrays, kinds = shapes(problem, direction), {name: KINDS[direction][name] for name in REDUCED[direction]}
     own = {
-        name: size_of(array.held(problem) for array in kind.arrays_of(problem) if not array.in_place(problem))
+        name: size_of(array.held(problem) for array in kind.arrays_of(problem) if not array.in_result(problem))
         for name, kind in kinds.items()
     }
     cast = {

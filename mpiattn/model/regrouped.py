@@ -56,7 +56,7 @@ class OfToken(NamedTuple):
 
 def of_token(problem: Problem, planes: int, direction: str) -> OfToken:
     """The `OfToken` of a pass."""
-    return _of_token(problem.token, planes, direction)
+    return _of_token(problem.without_tokens, planes, direction)
 
 
 @lru_cache(64)

@@ -93,6 +93,11 @@ def routes(route: str, problem: Problem, machine: Machine) -> list[str]:
     return [name for name in ROUTES if not passed_on(name) or not (lowered or machine.node_bandwidth is None)]
 
 
+def allowed_schedules(schedule: str) -> tuple[str, ...]:
+    """The schedules that an argument allows, which is checked."""
+    return SCHEDULES if schedule == "auto" else (schedule,)
+
+
 def memory_limit(value: Any) -> int | None:
     """max_memory as an int, or None; raises ArgumentError."""
     return None if value is None else byte_count("max_memory", value)

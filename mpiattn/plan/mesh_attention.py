@@ -160,7 +160,7 @@ class MeshAttention(Verified):
         timeout: float | None = None,
         expected_cu_seqlens: PerDocument = None,
     ) -> None:
-        self._asked = Asked.of(locals())  # all arguments: nothing else has a name yet
+        self._asked = Asked.of(locals())  # which are the arguments alone, at this point
         limit = time_limit(timeout)
         home = Home.enter(comm, limit)
         with self.making(home):
@@ -375,7 +375,7 @@ class MeshAttention(Verified):
             self._passes = self._passes.released()
 
     def drop(self) -> None:
-        """Free what is this rank's own, for modules of this package: `close` is collective, and frees all."""
+        """Free this rank's memory without the other ranks, unlike `close`: for mpiattn itself, where none can be asked."""
         self._backend.close()
         self._exchange.close()
         super().drop()

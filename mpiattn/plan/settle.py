@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from ..arguments.keywords import for_record
 from ..comm.agreement import AsGiven, agreement, from_rank_0
 from ..comm.transport import make_backend
-from ..model import cost, search
-from ..model.space import SearchSpace
+from ..model import search
+from ..model.space import SearchSpace, allowed_schedules
 from ..model.tuned import machine_for
 from ..problem.problem import Problem
 from .decision import Decision
@@ -91,7 +91,7 @@ def _choose(
         len(nodes),
         machine,
         route=checked.route,
-        schedules=cost.SCHEDULES if checked.schedule == "auto" else (checked.schedule,),
+        schedules=allowed_schedules(checked.schedule),
         tiles=checked.tile and [checked.tile],
         layout_pairs=checked.layout,
         fixed=checked.fixed,

@@ -206,8 +206,8 @@ class Problem:
         return f"batch {self.batch}, {tokens}, {heads} x {dims}, {self.dtype}, {self.mask}"
 
     @cached_property
-    def token(self) -> "Problem":
-        """A problem without tokens and mask, the same for all lengths: what is made of it serves other lengths too."""
+    def without_tokens(self) -> "Problem":
+        """The problem without tokens and mask: what is cached by it, such as bytes a token, serves all lengths."""
         return _without_tokens(
             self.heads,
             self.head_dim,

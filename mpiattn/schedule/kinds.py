@@ -51,8 +51,8 @@ class Array(NamedTuple):
         """Shape of a token and dtype in messages."""
         return self.shape(problem), getattr(problem, self.wire)
 
-    def in_place(self, problem: Problem, strided: bool = False) -> bool:
-        """Whether partials of this array are accumulated in the result itself: it has their shape and their dtype.
+    def in_result(self, problem: Problem, strided: bool = False) -> bool:
+        """Whether partials of this array may be accumulated in the result itself: it has their shape and their dtype.
 
         strided: whether they may lie in memory as a batch of results does.
         """
