@@ -375,7 +375,7 @@ class MeshAttention(Verified):
             self._passes = self._passes.released()
 
     def drop(self) -> None:
-        """Free this rank's memory without the other ranks, unlike `close`: for mpiattn itself, where none can be asked."""
+        """Free this rank's memory without the other ranks, unlike `close`; for mpiattn itself."""
         self._backend.close()
         self._exchange.close()
         super().drop()
