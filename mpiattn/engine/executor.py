@@ -52,7 +52,7 @@ class Executor:
         self.transfers = Transfers(mesh, self.backend, exchange, self.buffers, self.chunks)
         count = len(schedule.steps)
         self.steps_in_words = [f"in step {n + 1} of {count} of the {schedule.direction} pass" for n in range(count)]
-        self.where = ""  # the current step, in words
+        self.where = ""  # the current step, in words, for error messages
         self.calls = self.steps = None  # those like the last pass, and its `RankSteps`
         self.coming = None  # the `Coming` of the last pass, or None
         self.needs_memory = {}  # in the last pass, as for `Buffers.fit`

@@ -57,7 +57,7 @@ class RankPasses:
         self.pool = Pool(backend)
         self.executors: dict[str, Executor] = {}
         self._scratch_bytes = self._released_bytes = 0
-        self._way: Identity | Regroup
+        self._way: Identity | Regroup  # from the caller's arrays to the mesh, and back to results
         if decision.regrouping is None:
             self._way = Identity(decision.problem, self.tokens, mesh, backend)
         else:
