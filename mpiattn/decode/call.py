@@ -1,7 +1,7 @@
 """One decoding call: its checked arguments, and attention over this rank's keys before results are combined."""
 
+import functools
 from contextlib import contextmanager
-from functools import partial as bind
 
 import numpy as np
 
@@ -86,7 +86,7 @@ class DecodeCall:
             arguments = self._arguments()
             sinks = arguments.sinks(given.sinks)
             self.results = arguments.results({"out": given.out, "lse": given.lse}, {"q": q, "sinks": sinks})
-            whole = self.backend.contiguous(q, empty=bind(cache.combiner.kept, "q"))
+            whole = self.backend.contiguous(q, empty=functools.partial(cache.combiner.kept, "q"))
             self.q = whole.reshape(self.rows, self.heads, cache.head_dim)
             same |= {
                 "q's number of queries and heads": q.shape[1:3],
@@ -129,7 +129,7 @@ class DecodeCall:
             self.heads,
             self.cache.value_dim,
             self.cache.partial_dtype,
-            name and bind(self.cache.combiner.kept, name),
+            name and functools.partial(self.cache.combiner.kept, name),
         )
 
     def row_intervals(self, rank):

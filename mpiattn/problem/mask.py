@@ -334,7 +334,7 @@ class Mask:
         return total
 
 
-FIELDS = tuple(name for name in Mask.__dataclass_fields__ if name != "cuts")  # those that a `Problem` has too
+MASK_FIELDS = tuple(name for name in Mask.__dataclass_fields__ if name != "cuts")  # those that a `Problem` has too
 
 
 def columns_of(keys: Sequence[range] | IntArray) -> ToColumns:
