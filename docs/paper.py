@@ -45,7 +45,9 @@ def compared(tokens, ranks, causal, on, direction="both"):
     problem = Problem(seqlen=tokens, heads=32, head_dim=128, dtype="bfloat16", causal=causal)
     layout = Layout("striped" if causal else "contiguous", tokens, ranks)
     pair = layout, layout
-    space = SearchSpace(problem, ranks, on, kinds=("greedy",), shapes=tiles(ranks), pairs=[pair], mesh_layout=pair)
+    space = SearchSpace(
+        problem, ranks, on, schedules=("greedy",), tiles=tiles(ranks), layout_pairs=[pair], mesh_layout=pair
+    )
     choices, _ = search.survey(replace(space, direction=direction))
     best = min(choices, key=lambda choice: choice.seconds)
     return next(choice for choice in choices if choice.tile == Tile(1, 1, ranks)), best

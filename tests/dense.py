@@ -6,7 +6,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from mpiattn.problem.mask import FIELDS
+from mpiattn.problem.mask import MASK_FIELDS
 from mpiattn.verify import reference
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}  # of max|reference|
@@ -87,7 +87,7 @@ def masks(problem, call=None):
     for name in {"prefixes", "causal_documents"} & set(call):  # without cu_seqlens one for each batch entry
         cuts[name] = call[name] if "cu_seqlens" in call else [[value] for value in call[name]]
     return {
-        **{name: getattr(p, name) for name in FIELDS if not name.startswith("seqlen")},
+        **{name: getattr(p, name) for name in MASK_FIELDS if not name.startswith("seqlen")},
         "scale": p.scale,
         "softcap": p.softcap,
         **cuts,

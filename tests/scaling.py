@@ -211,7 +211,7 @@ def predict(lab, hosts):
         for few, case in product((4, 16), data["cases"]):
             on = load(lab.folder / f"tuned-on-{few}.json").paced(speed * 1e9)
             shape = parse_tile(case["tile"], n)
-            (predicted,) = flat_choices(problem, n, kinds=("greedy",), shapes=[shape], machine=on, direction="both")
+            (predicted,) = flat_choices(problem, n, schedules=("greedy",), tiles=[shape], machine=on, direction="both")
             lab.claim(
                 f"{case['tile']}: predicted by {few} hosts over measured",
                 predicted.seconds / seconds(case["passes"], "both"),

@@ -156,7 +156,7 @@ def possible(case, ranks, seconds):
     pairs = [layouts(kind, problem, ranks)[0] for kind in case["layouts"]]
     return [
         (str(c.tile), c.layouts[0].kind, c.schedule)
-        for c in flat_choices(problem, ranks, pairs=pairs, machine=machine)
+        for c in flat_choices(problem, ranks, layout_pairs=pairs, machine=machine)
         if max(c.sent_bytes / case["rate"], c.balance * problem.flops / ranks / machine.flops["float32"]) < seconds
     ]
 

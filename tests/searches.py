@@ -15,8 +15,8 @@ def choices(problem, ranks, every="choice", **allowed):
 def flat_choices(problem, ranks, every="choice", **allowed):
     """Those of one plane whose mesh computes in the caller's layouts."""
     space = replace(SearchSpace(problem, ranks, **allowed).completed(), fixed=True)
-    if "shapes" not in allowed:
-        space = replace(space, shapes=tiles(ranks))
-    if len(space.pairs) == 1:
-        space = replace(space, mesh_layout=space.pairs[0])
+    if "tiles" not in allowed:
+        space = replace(space, tiles=tiles(ranks))
+    if len(space.layout_pairs) == 1:
+        space = replace(space, mesh_layout=space.layout_pairs[0])
     return search.survey(space, every)[0]

@@ -33,7 +33,7 @@ def test_pairs(kind, a, b, masks, documents):
     q_layout, k_layout = Layout(kind, 23, a * b), Layout(kind, 17, a * b)
     mask = Mask(23, 17, **masks)
     activity = Activity(mask, q_layout, k_layout, Tile(1, a, b), documents)
-    pairs_of_ranks = [activity.work(rank) for rank in range(a * b)]
+    pairs_of_ranks = [activity.pairs(rank) for rank in range(a * b)]
     assert sum(pairs_of_ranks) == mask.pairs(documents)
     for rank, pairs in enumerate(pairs_of_ranks):
         row, column = divmod(rank, a)

@@ -96,7 +96,7 @@ def play(schedule, activity):
                     sent[rank].setdefault(transfer.kind, []).append(hop.send.tokens)
         for rank in ranks:
             for q, kv in steps[rank][number].blocks:
-                if activity.block(q, kv):
+                if activity.has_work(q, kv):
                     assert (held[rank]["Q", q], held[rank]["KV", kv]) == (q, kv)
                     for kind in REDUCED[schedule.direction]:
                         partial = accumulator(rank, kind, chunk_of(kind, q, kv))
@@ -128,7 +128,7 @@ def test_every_partial_reaches_its_owner(masks, layout, route, kind, direction):
         problem, lengths, activity = activity_of(tile, masks, layout)
         schedule = cost.build(kind, tile, route, problem, direction=direction)
         results, sent = play(schedule, activity)
-        work = [(q, kv) for q in range(tile.ranks) for kv in range(tile.ranks) if activity.block(q, kv)]
+        work = [(q, kv) for q in range(tile.ranks) for kv in range(tile.ranks) if activity.has_work(q, kv)]
         nbytes = travels.token_bytes(problem, direction)
         for rank in range(tile.ranks):
             for reduced, blocks in results[rank].items():

@@ -49,7 +49,7 @@ def activity_of(cache, *cuts, arguments=None):
 
 def kept(cache, activity):
     """Weak references to the row intervals of a block, which a call with this activity keeps."""
-    return [weakref.ref(bound) for bound in cache.calls(activity).intervals(*CHUNKS).values()]
+    return [weakref.ref(bound) for bound in cache.alike(activity).intervals(*CHUNKS).values()]
 
 
 def never():
@@ -59,8 +59,8 @@ def never():
 def test_calls_without_documents(cache):
     own = cache.activity((), lambda: None)
     first = kept(cache, own)
-    assert cache.calls(own) is cache.own and kept(cache, own) == first
-    assert cache.own.nbytes == sum(bound().nbytes for bound in first) > 0
+    assert cache.alike(own) is cache.without_documents and kept(cache, own) == first
+    assert cache.without_documents.nbytes == sum(bound().nbytes for bound in first) > 0
 
 
 def test_calls_are_alike_by_their_arguments_or_their_documents(cache):
@@ -74,43 +74,43 @@ def test_calls_are_alike_by_their_arguments_or_their_documents(cache):
 
 def test_a_plane_computes_some_sequences(cache):
     same = activity_of(cache, 0, 5, TOKENS)
-    assert cache.calls(same).activity is same  # both sequences have the same documents
+    assert cache.alike(same).activity is same  # both sequences have the same documents
     each = cache.activity(("each",), lambda: documents(PROBLEM, cu_seqlens=[[0, 5, TOKENS], [0, 9, TOKENS]]))
-    (group,) = cache.calls(each).activity.documents
+    (group,) = cache.alike(each).activity.documents
     assert group is each.documents[1]
 
 
 def test_the_oldest_is_freed_even_if_an_executor_refers_to_it(cache):
     activities = [activity_of(cache, 0, 1 + i, TOKENS) for i in range(RECENT)]
-    first, arrays_of_first = cache.calls(activities[0]), kept(cache, activities[0])
-    oldest, arrays = cache.calls(activities[1]), kept(cache, activities[1])
+    first, arrays_of_first = cache.alike(activities[0]), kept(cache, activities[0])
+    oldest, arrays = cache.alike(activities[1]), kept(cache, activities[1])
     assert activity_of(cache, 0, 1, TOKENS) is activities[0]  # in use again
     activity_of(cache, 0, 20, TOKENS)
     assert not any(bound() is not None for bound in arrays) and oldest.nbytes == 0
-    assert cache.calls(activities[0]) is first and kept(cache, activities[0]) == arrays_of_first
-    assert cache.calls(activities[2])
+    assert cache.alike(activities[0]) is first and kept(cache, activities[0]) == arrays_of_first
+    assert cache.alike(activities[2])
     with pytest.raises(KeyError):
-        cache.calls(activities[1])
+        cache.alike(activities[1])
 
 
 def test_bytes_are_limited(cache, monkeypatch):
     """Of the calls that are alike, and of all with documents but those in use."""
     own, first = cache.activity((), lambda: None), activity_of(cache, 0, 5, TOKENS)
     kept(cache, own), kept(cache, first)
-    one_block = cache.own.nbytes
-    assert cache.calls(first).nbytes == one_block < KEPT_BYTES
+    one_block = cache.without_documents.nbytes
+    assert cache.alike(first).nbytes == one_block < KEPT_BYTES
     monkeypatch.setattr(call_cache, "KEPT_BYTES", one_block)
     for activity in (own, first):
-        calls = cache.calls(activity)
+        calls = cache.alike(activity)
         begin = calls.intervals(*OTHERS)["begin"]
         assert calls.nbytes == one_block and begin is not calls.intervals(*OTHERS)["begin"]
     second = activity_of(cache, 0, 6, TOKENS)
     kept(cache, second)
-    assert cache.calls(first).nbytes == cache.calls(second).nbytes == one_block
+    assert cache.alike(first).nbytes == cache.alike(second).nbytes == one_block
     activity_of(cache, 0, 7, TOKENS)  # both are more than may be kept besides it
-    assert cache.calls(second)
+    assert cache.alike(second)
     with pytest.raises(KeyError):
-        cache.calls(first)
+        cache.alike(first)
 
 
 def test_a_released_cache_keeps_nothing():
@@ -119,15 +119,15 @@ def test_a_released_cache_keeps_nothing():
     arrays = kept(cache, own) + kept(cache, other)
     cache = cache.released()
     assert not any(bound() is not None for bound in arrays)
-    assert cache.activity((), lambda: None) is own and cache.own.nbytes == 0
+    assert cache.activity((), lambda: None) is own and cache.without_documents.nbytes == 0
 
 
 def test_steps_are_those_of_the_schedule(cache):
     """They are made once, here or by another plan, for the schedule that a pass has."""
     schedule = cost.build("greedy", Tile(1, 1, 2), "direct", replace(PROBLEM, batch=1))
-    steps = cache.own.steps(schedule, 1)
-    assert cache.own.steps(schedule, 1) is steps
+    steps = cache.without_documents.steps(schedule, 1)
+    assert cache.without_documents.steps(schedule, 1) is steps
     other = cost.build("collective", Tile(1, 1, 2), "direct", replace(PROBLEM, batch=1))
-    assert cache.own.steps(other, 1).schedule is other
-    cache.own.know(steps)
-    assert cache.own.steps(schedule, 1) is steps
+    assert cache.without_documents.steps(other, 1).schedule is other
+    cache.without_documents.adopt(steps)
+    assert cache.without_documents.steps(schedule, 1) is steps

@@ -121,7 +121,7 @@ def test_keys_that_hold_the_values(capsys):
 def test_choice_is_that_of_cost(capsys, schedule):
     data = as_json(capsys, "--ranks", 12, "--seqlen", 5000, "--heads", 4, "--head-dim", 16, "--schedule", schedule)
     kinds = cost.SCHEDULES if schedule == "auto" else (schedule,)
-    best = choices(Problem(5000, 4, 16), 12, kinds=kinds)[0]
+    best = choices(Problem(5000, 4, 16), 12, schedules=kinds)[0]
     chosen = row(data, data["auto"])
     assert data["auto"] == data["tile"] == str(best.tile)
     assert (chosen["schedule"], chosen["seconds"], chosen["memory_bytes"]) == (best.schedule, best.seconds, best.nbytes)

@@ -53,7 +53,7 @@ def test_a_slow_network_wants_little_traffic():
     slow = machine(flops=60e9, bandwidth=1e6)
     best = flat_choices(PROBLEM, 64, machine=slow)[0]
     assert mean_sent(PROBLEM, best.tile) == min(mean_sent(PROBLEM, tile) for tile in tiles(64))
-    ring = flat_choices(PROBLEM, 64, machine=slow, shapes=[Tile(1, 1, 64)])[0]
+    ring = flat_choices(PROBLEM, 64, machine=slow, tiles=[Tile(1, 1, 64)])[0]
     assert ring.seconds > 3 * best.seconds
 
 
@@ -104,7 +104,7 @@ def test_the_slowest_rank_counts():
     problem = Problem(seqlen=800, heads=2, head_dim=5, causal=True)
     seconds = {}
     for kind in ("contiguous", "zigzag", "striped"):
-        best = flat_choices(problem, 8, shapes=tiles(8)[:1], pairs=layouts(kind, problem, 8), machine=slow)[0]
+        best = flat_choices(problem, 8, tiles=tiles(8)[:1], layout_pairs=layouts(kind, problem, 8), machine=slow)[0]
         seconds[kind] = best.seconds
         assert best.seconds == pytest.approx(best.balance * problem.flops / 8 / 1e6)
     assert seconds["contiguous"] > 1.8 * seconds["zigzag"]
@@ -128,7 +128,7 @@ def test_auto_layout_balances_work_and_sends_little():
 
 def test_both_passes_are_the_sum_of_each():
     best = {
-        direction: flat_choices(PROBLEM, 16, shapes=[Tile(1, 4, 4)], kinds=("greedy",), direction=direction)[0]
+        direction: flat_choices(PROBLEM, 16, tiles=[Tile(1, 4, 4)], schedules=("greedy",), direction=direction)[0]
         for direction in DIRECTIONS
     }
     assert best["both"].seconds == best["forward"].seconds + best["backward"].seconds
@@ -168,11 +168,11 @@ def test_memory_is_what_buffers_take(wire_dtype):
                 Load(Work(problem.mask, layout, layout), tile),
                 Places(schedule, 5, Activity(problem.mask, layout, layout, tile)),
             )
-            for of_keys in ("contiguous", "striped"):
+            for load.ordered in (True, False):
                 buffers = Buffers(Pool(NumpyBackend()), Forward(problem, None).shapes(), schedule)
-                sorted_again = of_keys == "striped" and kind == "collective" and tile.b > 1  # keys by position
+                sorted_again = not load.ordered and kind == "collective" and tile.b > 1  # keys by position
                 buffers.fit(places, {"O": (True, True)}, ("KV",) if sorted_again else ())
-                assert memory.buffer_bytes(schedule, problem, load, of_keys)[5] == buffers.nbytes, (tile, kind)
+                assert memory.buffer_bytes(schedule, problem, load)[5] == buffers.nbytes, (tile, kind)
 
 
 def test_wrong_arguments():

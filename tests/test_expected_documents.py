@@ -41,7 +41,7 @@ def test_short_documents_stay_where_they_are():
     best = choices(problem, 16, mask=problem.mask_of(tuple(SHORT)))[0]
     assert best.tile.h == 1 and best.layouts == best.mesh_layouts and best.layouts[0].kind == "contiguous"
     assert best.sent_bytes == 0
-    same = flat_choices(problem, 16, shapes=[best.tile], kinds=[best.schedule], pairs=[best.layouts])[0]
+    same = flat_choices(problem, 16, tiles=[best.tile], schedules=[best.schedule], layout_pairs=[best.layouts])[0]
     assert best.nbytes == same.nbytes and best.seconds < same.seconds / 50
 
 

@@ -49,7 +49,7 @@ def test_random(seed, monkeypatch):
     assert pairs.sum() == mask.pairs()
     for tile in tiles(ranks):
         of_mesh = Load(work, tile)
-        assert of_mesh.work.sum() == mask.pairs()
+        assert of_mesh.rank_pairs.sum() == mask.pairs()
         activity = Activity(mask, q_layout, k_layout, tile)
         for direction in ("forward", "backward"):
             for route, collective in (("direct", False), ("direct", True), ("ring", False)):
@@ -107,9 +107,9 @@ def test_work_of_a_rank_is_that_of_its_tile():
     layout = Layout("contiguous", 60, 6)
     work = Work(Problem(60, 1, 1, causal=True).mask, layout, layout)
     of_mesh, pairs = Load(work, Tile(1, 2, 3)), work.pairs
-    assert of_mesh.work[0] == pairs[np.ix_([0, 1], [0, 2, 4])].sum()
-    assert of_mesh.work[5] == pairs[np.ix_([4, 5], [1, 3, 5])].sum()
-    assert of_mesh.balance == of_mesh.work.max() / of_mesh.work.mean()
+    assert of_mesh.rank_pairs[0] == pairs[np.ix_([0, 1], [0, 2, 4])].sum()
+    assert of_mesh.rank_pairs[5] == pairs[np.ix_([4, 5], [1, 3, 5])].sum()
+    assert of_mesh.balance == of_mesh.rank_pairs.max() / of_mesh.rank_pairs.mean()
 
 
 def test_a_query_takes_time_for_keys_beside_those_it_sees():
@@ -119,9 +119,9 @@ def test_a_query_takes_time_for_keys_beside_those_it_sees():
     def timed(edge, kind="contiguous", **mask):
         problem, layout = Problem(n, 1, 1, **mask), Layout(kind, n, 2)
         load = Load(Work(problem.mask, layout, layout), tile)
-        assert np.array_equal(load.timed_pairs(0), load.pairs) and np.array_equal(load.fused_pairs(0), load.work)
+        assert np.array_equal(load.timed_pairs(0), load.pairs) and np.array_equal(load.fused_pairs(0), load.rank_pairs)
         once = n * edge / (1 if mask else 2)
-        assert load.fused_pairs(edge).sum() == pytest.approx(load.work.sum() + once, rel=0.02)
+        assert load.fused_pairs(edge).sum() == pytest.approx(load.rank_pairs.sum() + once, rel=0.02)
         return load.timed_pairs(edge).sum()
 
     for mask in ({"causal": True, "window": (63, None)}, {"window": (32, 31)}, {"causal": True, "window": (63, 0)}):

@@ -94,7 +94,7 @@ def test_pairs_of_very_long_sequences(monkeypatch):
     assert Mask(n, n, True, (n, n), prefix=n).pairs() == n * n
     masks = Mask(31, 17, True, (5, None)), Mask(17, 31, window=(2, 3)), Mask(9, 9, True, prefix=4)
     closed = [mask.pairs() for mask in masks]
-    monkeypatch.setattr("mpiattn.problem.mask.CLOSED", 9)
+    monkeypatch.setattr("mpiattn.problem.mask.OVERFLOWING", 9)
     monkeypatch.setattr("mpiattn.problem.mask.block_pairs", None)
     assert [mask.pairs() for mask in masks] == closed
 
@@ -122,7 +122,7 @@ def test_the_queries_that_see_keys(shape, causal, prefix, block, window):
     mask = Mask(*shape, causal or bool(prefix or block), window, prefix, block)
     (lo,), (hi,) = mask.key_interval(np.arange(shape[0]))
     keys = np.arange(shape[1])
-    first, end = mask.seeing(keys, keys + 1)
+    first, end = mask.queries_seeing(keys, keys + 1)
     assert first.tolist() == [next((i for i, stop in enumerate(hi) if stop > key), shape[0]) for key in keys]
     assert end.tolist() == [next((i for i, start in enumerate(lo) if start > key), shape[0]) for key in keys]
 

@@ -73,7 +73,7 @@ def test_what_is_asked_of_few_queries(mask):
     assert mask.widest == seen[mask.seqlen // 2 :].sum(axis=1).max(initial=0)
     starts, stops = (ends.ravel() for ends in np.mgrid[: mask.seqlen_k, 1 : mask.seqlen_k + 1])
     some = starts < stops
-    first, end = mask.seeing(starts[some], stops[some])
+    first, end = mask.queries_seeing(starts[some], stops[some])
     for start, stop, i, j in zip(starts[some], stops[some], first, end):
         queries = np.flatnonzero(seen[:, start:stop].any(axis=1)).tolist()
         assert queries == [query for query in range(i, j) if lo[query] < hi[query]], (start, stop)
@@ -116,7 +116,11 @@ def test_closed_forms_are_the_rule(mask, kind, chunks):
     )
 
     def asked():
-        return mask.pairs(), Pairs(mask, *layouts).table.tolist(), np.stack(mask.seeing(starts, starts + 1)).tolist()
+        return (
+            mask.pairs(),
+            Pairs(mask, *layouts).table.tolist(),
+            np.stack(mask.queries_seeing(starts, starts + 1)).tolist(),
+        )
 
     closed = asked()
     with mock.patch.object(Mask, "closed_form", False):
@@ -152,7 +156,7 @@ def test_a_mask_that_is_new(seqlen, seqlen_k, window, ahead, kind, of_keys):
     work = Work(mask, *layouts)
     for tile in tiles(6):
         activity, load = Activity(mask, *layouts, tile), Load(work, tile)
-        assert load.work.tolist() == [activity.work(rank) for rank in range(6)]
+        assert load.rank_pairs.tolist() == [activity.pairs(rank) for rank in range(6)]
         moved = {route: load.moved("KV", route).sum() for route in ("direct", "ring")}
         for route, tokens in moved.items():
             sent = [activity.travelling("KV", rank, hop, route) for rank in range(6) for hop in range(1, tile.b)]

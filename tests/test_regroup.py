@@ -87,7 +87,7 @@ def regroupings():
             yield Regrouping(
                 problem,
                 tile,
-                planes.reordered(planes.aligned(outer, h), planes.places(tile)),
+                planes.reordered(planes.aligned(outer, h), planes.node_places(tile)),
                 tuple(Layout(inner, tokens, a * b) for tokens in (37, 41)),
             )
 
@@ -109,7 +109,7 @@ def test_every_token_and_head_comes_once(monkeypatch, most):
                     sent.setdefault((rank, part.peer), []).append(part[1:4])
             held = np.zeros((tile.chunks, problem.batch, max(inner.lengths), total), int)  # by all planes
             for rank, (_, inward) in enumerate(parts):
-                _, chunk = regrouping.place(rank)
+                _, chunk = regrouping.plane_and_chunk(rank)
                 own, of_rank = np.zeros_like(held[chunk]), {}
                 for part in inward:
                     of_rank.setdefault(part.peer, []).append(part[1:4])
@@ -119,7 +119,7 @@ def test_every_token_and_head_comes_once(monkeypatch, most):
                 assert of_rank == {peer: sent[peer, other] for peer, other in sent if other == rank}
                 sequences, heads = regrouping.sequences(rank), regrouping.heads(array, rank)
                 assert (own[sequences, : inner.length(chunk), heads] == 1).all()
-                rows = regrouping.of_plane.batch * getattr(regrouping.of_plane, array.heads)
+                rows = regrouping.plane_problem.batch * getattr(regrouping.plane_problem, array.heads)
                 assert own.sum() == inner.length(chunk) * rows
                 held[chunk] += own
             assert all(
@@ -175,8 +175,8 @@ def test_neighbours_share_the_tokens_of_a_chunk():
         tile = Tile(h, 1, 8 // h)
         pair = planes.aligned((Layout(kind, 96, 8), Layout(kind, 96, 8)), h)
         inner = (Layout(kind, 96, tile.chunks),) * 2
-        regrouping = Regrouping(problem, tile, planes.reordered(pair, planes.places(tile)), inner)
-        place = planes.places(tile)
+        regrouping = Regrouping(problem, tile, planes.reordered(pair, planes.node_places(tile)), inner)
+        place = planes.node_places(tile)
         for rank in range(8):
             peers = {place[peer] // h for peer, _ in regrouping.messages(rank, "forward")}
             assert peers == {place[rank] // h}
@@ -208,7 +208,7 @@ def test_a_quick_survey_finds_the_best(layout):
             batch=int(rng.choice([1, 1, 4])),
         )
         how = {
-            "pairs": layouts(layout, problem, 8),
+            "layout_pairs": layouts(layout, problem, 8),
             "nodes": np.arange(8) // of_node,
             "machine": DEFAULT,
             "direction": str(rng.choice(["forward", "both"])),
@@ -223,7 +223,7 @@ def test_heads_are_split_where_that_sends_least():
     for kv_heads, saved in ((32, 0.97), (8, 0.90)):
         problem = Problem(2**20, 32, 128, kv_heads=kv_heads, dtype="bfloat16")
         best = choices(problem, 256, every=None)[0]
-        ring = flat_choices(problem, 256, shapes=[Tile(1, 1, 256)])[0]
+        ring = flat_choices(problem, 256, tiles=[Tile(1, 1, 256)])[0]
         assert best.tile.h > 1 and best.sent_bytes <= (1 - saved) * ring.sent_bytes
 
 
@@ -235,7 +235,7 @@ def test_mean_of_what_is_sent(kv_heads, batch):
     for tile in every_tile(12, 12, kv_heads, batch):
         outer = tuple(Layout("contiguous", tokens, 12) for tokens in (48, 96))
         inner = tuple(Layout("contiguous", tokens, tile.chunks) for tokens in (48, 96))
-        regrouping = Regrouping(problem, tile, planes.reordered(outer, planes.places(tile)), inner)
+        regrouping = Regrouping(problem, tile, planes.reordered(outer, planes.node_places(tile)), inner)
         for direction in ("forward", "backward"):
             sent = sum(regrouping.sent(rank, direction) for rank in range(12)) / 12
             sent += travels.mean_sent(plane_problem(problem, tile.h), tile.plane, direction)

@@ -55,7 +55,7 @@ def draw(rng):
         "direction": rng.choice(list(DIRECTIONS)),
         "nodes": rng.choice([None, None, np.sort([rng.randrange(3) for _ in range(ranks)])]),
         "overlap": rng.random() < 0.8,
-        "pairs": rng.choice([None, None, [(Layout(kind, seqlen, ranks), Layout(other, seqlen_k, ranks))]]),
+        "layout_pairs": rng.choice([None, None, [(Layout(kind, seqlen, ranks), Layout(other, seqlen_k, ranks))]]),
     }
     return problem, ranks, how
 
@@ -98,7 +98,7 @@ def test_messages_of_keys_that_hold_the_values():
 def test_tokens_of_all_ranks_together(seed):
     """On the direct route, counted from intervals, as rank by rank."""
     problem, ranks, how = draw(random.Random(seed))
-    for pair in how["pairs"] or layouts("auto", problem, ranks):
+    for pair in how["layout_pairs"] or layouts("auto", problem, ranks):
         work = Work(problem.mask, *pair)
         for tile in tiles(ranks):
             load = Load(work, tile)
@@ -111,6 +111,6 @@ def test_ties_by_bytes_that_are_summed_in_another_order():
     problem = Problem(seqlen=1333, heads=5, kv_heads=1, head_dim=100)
     machine = replace(DEFAULT, flops={"float32": 6e10, "float64": 3e7}, launch=2.4e-4, edge=0.0)
     pair = (Layout("contiguous", 1333, 6, (97, 220, 151, 211, 632, 22)),) * 2
-    how = {"machine": machine, "direction": "both", "fixed": True, "pairs": [pair]}
+    how = {"machine": machine, "direction": "both", "fixed": True, "layout_pairs": [pair]}
     best, quick = (choices(problem, 6, **how, every=every)[0] for every in ("choice", None))
     assert (quick.tile, quick.schedule, quick.nbytes) == (best.tile, best.schedule, best.nbytes)

@@ -104,7 +104,7 @@ def test_a_card_that_ranks_share():
     assert direct == pytest.approx(ring * (1 + 2 + 3 + 4 + 3 + 2 + 1) / 7, rel=0.01)
     for shared, route in ((1e9, "ring"), (None, "direct")):
         best = flat_choices(
-            PROBLEM, 8, route="auto", machine=replace(on, node_bandwidth=shared), shapes=[Tile(1, 1, 8)]
+            PROBLEM, 8, route="auto", machine=replace(on, node_bandwidth=shared), tiles=[Tile(1, 1, 8)]
         )[0]
         assert best.route == route
     lowered = replace(PROBLEM, wire_dtype="float16")
@@ -154,12 +154,12 @@ def test_launches_of_few_keys(keys):
 def test_memory_bounds_how_far_ahead(monkeypatch):
     """Every step ahead takes a slot; a limit takes them away first, and then the tile."""
     on = machine(bandwidth=3e7)
-    free = flat_choices(PROBLEM, 16, machine=on, shapes=[Tile(1, 1, 16)], kinds=("greedy",))[0]
+    free = flat_choices(PROBLEM, 16, machine=on, tiles=[Tile(1, 1, 16)], schedules=("greedy",))[0]
     chunk = 400 * token_bytes(PROBLEM)["KV"]
     assert free.ahead == 2
     for less, ahead in ((0, 2), (1, 1), (chunk, 1), (chunk + 1, 0), (2 * chunk, 0)):
         limited = flat_choices(
-            PROBLEM, 16, machine=on, shapes=[Tile(1, 1, 16)], kinds=("greedy",), max_memory=free.nbytes - less
+            PROBLEM, 16, machine=on, tiles=[Tile(1, 1, 16)], schedules=("greedy",), max_memory=free.nbytes - less
         )[0]
         assert (limited.ahead, limited.nbytes) == (ahead, free.nbytes - (2 - ahead) * chunk)
     everything = flat_choices(PROBLEM, 16, machine=on)

@@ -28,11 +28,11 @@ class Arguments:
         """
         return {
             name: checked_array(self._backend, name, array, self._wanted[name])
-            for name, array in self._own(arrays).items()
+            for name, array in self._without_values(arrays).items()
         }
 
-    def _own(self, arrays: dict[str, Array | None]) -> dict[str, Array | None]:
-        """Arrays without v and dv if keys and dk hold them.  Raises ArgumentError if one is given then."""
+    def _without_values(self, arrays: dict[str, Array | None]) -> dict[str, Array | None]:
+        """The arrays; with shared_kv without v and dv, and ArgumentError if one of these is given."""
         for name in ("v", "dv"):
             if name in arrays:
                 check_values(self._shared_kv, arrays[name], name)
@@ -47,5 +47,5 @@ class Arguments:
 
         memory: {name: the caller's array or None}.  inputs: as of `Results`.
         """
-        asked = {name: (array, self._wanted[name]) for name, array in self._own(memory).items()}
+        asked = {name: (array, self._wanted[name]) for name, array in self._without_values(memory).items()}
         return Results(self._backend, asked, inputs)

@@ -87,8 +87,8 @@ def learn(function: Callable[..., Any], called: str) -> None:
     )
 
 
-def arguments_of(called: str) -> tuple[str, ...]:
-    """The arguments of a function that has been learned."""
+def names_of_arguments(called: str) -> tuple[str, ...]:
+    """The names of the arguments of a function that has been learned."""
     return _known[called]
 
 

@@ -11,10 +11,10 @@ from ..console import options
 from ..console.json_file import write_json
 from ..console.table import duration
 from ..errors import ArgumentError
-from ..model import cost, machine, planes, search
+from ..model import machine, planes, search
 from ..model.prediction import Choice
 from ..model.simulate import nodes_of, simulate
-from ..model.space import DIRECTIONS, SearchSpace, layouts
+from ..model.space import DIRECTIONS, SearchSpace, allowed_schedules, layouts
 from ..model.workload import Load, Work
 from ..plan.decision import Decision
 from ..plots import style
@@ -109,15 +109,14 @@ def run(args):
     cuts = expected_cuts(problem, given, "--documents")
     mask = problem.mask_of(cuts)
     asked = parse_tile(args.tile, args.ranks)
-    kinds = cost.SCHEDULES if args.schedule == "auto" else (args.schedule,)
     on = _machine(args)
     space = SearchSpace(
         problem,
         args.ranks,
         on,
         route=args.route,
-        kinds=kinds,
-        pairs=layouts(args.layout, problem, args.ranks, mask),
+        schedules=allowed_schedules(args.schedule),
+        layout_pairs=layouts(args.layout, problem, args.ranks, mask),
         mesh_layout=args.mesh_layout,
         direction=args.direction,
         max_memory=args.max_memory,
@@ -127,7 +126,7 @@ def run(args):
     choices, bounds, fastest = search.within_memory(space, every="tile" if args.ranks <= EVERY_TILE else None)
     auto, best = choices[0], bounds()
     if asked in best:
-        choices += search.survey(replace(space, shapes=[asked]), every=None)[0]
+        choices += search.survey(replace(space, tiles=[asked]), every=None)[0]
     best |= {choice.tile: choice for choice in reversed(choices)}  # best first
     ring = best[Tile(1, 1, args.ranks)].sent_bytes
     shown = best[asked or auto.tile]
@@ -153,7 +152,9 @@ def run(args):
         "others": _others(problem, args, mask, ring, least) if args.ranks > 1 else [],
     }
     nodes = nodes_of(args.ranks, on).tolist()
-    decision = Decision(problem, shown, on, None, nodes, fastest, overlap=True, mask=mask, longest=shown.seconds)
+    decision = Decision(
+        problem, shown, on, None, nodes, fastest, overlap=True, mask=mask, longest_seconds=shown.seconds
+    )
     schedules = [decision.schedule(direction) for direction in DIRECTIONS[args.direction]]
     if args.steps:
         data["steps"] = {schedule.direction: _steps(schedule) for schedule in schedules}
@@ -182,10 +183,10 @@ def _machine(args):
 
 def _plot(path, data, decision, schedules):
     """Draw the page of the shown tile."""
-    of_mesh, shown = decision.of_mesh, decision.choice
+    plane, shown = decision.plane, decision.choice
     work = Work(decision.mask, *shown.mesh_layouts)
-    load = Load(work, of_mesh.choice.tile)
-    timelines = [simulate(schedule, of_mesh.problem, load, of_mesh.machine, of_mesh.nodes) for schedule in schedules]
+    load = Load(work, plane.choice.tile)
+    timelines = [simulate(schedule, plane.problem, load, plane.machine, plane.nodes) for schedule in schedules]
     around = shown.seconds - sum(predicted.seconds for predicted in timelines)
     parts = [(predicted.direction, predicted.seconds) for predicted in timelines]
     if around > SHORTEST * shown.seconds:
@@ -196,7 +197,7 @@ def _plot(path, data, decision, schedules):
     )
     if len(parts) > 1:
         title += f" ({', '.join(f'{name} {duration(seconds)}' for name, seconds in parts)})"
-    style.save(page(of_mesh.problem, work.pairs, load, schedules, timelines, title, data), path, "--plot")
+    style.save(page(plane.problem, work.pairs, load, schedules, timelines, title, data), path, "--plot")
 
 
 def _listed(best, *named):

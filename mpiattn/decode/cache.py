@@ -107,7 +107,7 @@ class KVCache(Collective):
         max_message: int | str = MAX_MESSAGE,
         timeout: float | None = None,
     ) -> None:
-        asked = CacheOptions(**for_record(CacheOptions, locals()))  # all arguments: nothing else has a name yet
+        asked = CacheOptions(**for_record(CacheOptions, locals()))  # the arguments alone
         home = Home.enter(comm, time_limit(timeout))
         with self.making(home):
             peers = home.peers(time_limit(timeout))
@@ -133,10 +133,10 @@ class KVCache(Collective):
             self.pages = self.storage.pages
             self._exchange = Exchange(peers, asked.max_message)
             self.nodes = home.nodes
-            # storage, combiner and asked: used by the modules of this package only
+            # storage, combiner and last_problem: used by the modules of this package only
             self.combiner = Combiner(self._exchange, self._backend, self.nodes)
-            self.asked: dict[str, Any] = {}  # of the last decoding call, see `call`
-            self._ways: dict[tuple[int, int, int | None], str] = {}  # `algorithm`, of earlier calls
+            self.last_problem: dict[str, Any] = {}  # of the last decoding call, see `decode.call`
+            self._algorithms: dict[tuple[int, int, int | None], str] = {}  # of earlier calls, see `algorithm`
             self._join(home, peers)
 
     @refusing("append", of_call("append"))
@@ -204,7 +204,7 @@ class KVCache(Collective):
         with self.call("truncate") as call:
             with call.agreement(check) as same:
                 sequences = sequence_numbers(sequences, self.sequences)
-                lengths = kept_lengths(lengths, self.storage.ledgers.lengths[self.storage.some(sequences)].tolist())
+                lengths = kept_lengths(lengths, self.storage.ledgers.lengths[self.storage.index_of(sequences)].tolist())
                 same |= {"sequences": sequences, "lengths": lengths}
             self.storage.truncate(sequences, lengths)
 
@@ -421,10 +421,12 @@ class KVCache(Collective):
             "allreduce" (Tree Attention, Algorithm 3), "butterfly" or "levels", as in `tree_decode`.
         """
         key = nbytes, lse_bytes, root
-        if key not in self._ways:
+        if key not in self._algorithms:
             links = self.machine.inside, self.machine.between
-            self._ways[key] = reduction.choose(nbytes, lse_bytes, self.nodes, *links, root, self.machine.combining)
-        return self._ways[key]
+            self._algorithms[key] = reduction.choose(
+                nbytes, lse_bytes, self.nodes, *links, root, self.machine.combining
+            )
+        return self._algorithms[key]
 
     def _number(self, sequence: int) -> int:
         return sequence_numbers([sequence], self.sequences)[0]

@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 
 from ..arguments.arrays import on_host
-from ..arguments.keywords import arguments_of, unknown
+from ..arguments.keywords import names_of_arguments, unknown
 from ..comm.agreement import agreement
 from ..errors import ArgumentError, FileError
 from ..files.hdf5 import AXES, check_order, dataset_of, dtype_of, file_errors, natural, order_of
@@ -168,7 +168,7 @@ def _fill(make, comm, home, source, options, progress):
     fixed = {name: value for name, value in source.shapes.items() if name not in ("spans", "padding")}
     given = sorted(set(options) & {*fixed, "sequences"})
     with home.call("loading a cache"), agreement(source.peers):
-        wrong = unknown("KVCache.load", set(options) - set(given), arguments_of("KVCache"))
+        wrong = unknown("KVCache.load", set(options) - set(given), names_of_arguments("KVCache"))
         if wrong:
             raise wrong
         if given:

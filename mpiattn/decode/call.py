@@ -1,7 +1,7 @@
 """One decoding call: its checked arguments, and attention over this rank's keys before results are combined."""
 
+import functools
 from contextlib import contextmanager
-from functools import partial as bind
 
 import numpy as np
 
@@ -21,16 +21,16 @@ ROWS = Axes(("sequences", "heads", "queries"))
 SINKS = Axes(("heads",))
 
 
-def _asked(cache, queries, heads, call):
-    """The problem of a call, and what its queries see of a sequence, counted from its end; ArgumentError.
+def _problem_of(cache, queries, heads, arguments):
+    """The `Problem` of a call, and what its queries see of a sequence, counted from its end.  Raises ArgumentError.
 
     The problem is that of a sequence as long as the cache can hold.  What queries see: int64 (2 * queries,), the first
     key of each and then past the last; a negative position in a sequence that is shorter means its first key.
-    Those of the last call are kept: decoding makes the same one for every token.
+    The cache keeps those of the last call: decoding makes the same one for every token.
     """
-    scores = {"causal": call.causal, "window": call.window, "softcap": call.softcap, "scale": call.scale}
+    scores = {name: getattr(arguments, name) for name in ("causal", "window", "softcap", "scale")}
     key = repr((queries, heads, *scores.values()))
-    if key not in cache.asked:
+    if key not in cache.last_problem:
         longest = cache.ranks * cache.pages * cache.page_size
         problem = Problem(
             seqlen=queries,
@@ -44,8 +44,8 @@ def _asked(cache, queries, heads, call):
             **scores,
         )
         bounds = problem.mask.key_interval(np.arange(queries))
-        cache.asked = {key: (problem, np.concatenate(bounds, axis=None) - longest)}
-    return cache.asked[key]
+        cache.last_problem = {key: (problem, np.concatenate(bounds, axis=None) - longest)}
+    return cache.last_problem[key]
 
 
 def refused(method):
@@ -56,50 +56,50 @@ def refused(method):
 class DecodeCall:
     """One decoding call with a cache.
 
-    turn: the collective call in progress, a `mpiattn.comm.collective_calls.Call`.
-    asked: the `DecodeArguments`.  algorithms: values of `algorithm` allowed besides "auto".
+    collective: the collective call in progress, a `mpiattn.comm.collective_calls.Call`.
+    given: the `DecodeArguments`.  algorithms: values of `algorithm` allowed besides "auto".
     A row is one query of one sequence; there are `queries` rows per sequence.
     """
 
-    def __init__(self, turn, cache, q, asked, algorithms=()):
-        self.cache, self.backend, self.given = cache, cache.combiner.backend, q
-        turn.buffers.append(self)
+    def __init__(self, collective, cache, q, given, algorithms=()):
+        self.cache, self.backend, self.q_given = cache, cache.combiner.backend, q
+        collective.buffers.append(self)
         self.buffers = ()  # more arrays of the call's transfers, which stay alive if it fails
-        with turn.agreement(asked.check) as same:
-            self.sequences = sequence_numbers(asked.sequences, cache.sequences)
+        with collective.agreement(given.check) as same:
+            self.sequences = sequence_numbers(given.sequences, cache.sequences)
             wanted = Required((len(self.sequences), None, None, cache.head_dim), cache.dtype, QUERIES)
             q = checked_array(self.backend, "q", q, wanted)
-            if asked.root is not None and asked.root not in range(cache.ranks):
-                raise ArgumentError(f"root is {asked.root!r}; it must be None or a rank from 0 to {cache.ranks - 1}")
-            if asked.algorithm is not None:
-                one_of("algorithm", asked.algorithm, ("auto", *algorithms))
-            self.some = cache.storage.some(self.sequences)
-            lengths = cache.storage.ledgers.lengths[self.some]
+            if given.root is not None and given.root not in range(cache.ranks):
+                raise ArgumentError(f"root is {given.root!r}; it must be None or a rank from 0 to {cache.ranks - 1}")
+            if given.algorithm is not None:
+                one_of("algorithm", given.algorithm, ("auto", *algorithms))
+            self.index = cache.storage.index_of(self.sequences)
+            lengths = cache.storage.ledgers.lengths[self.index]
             self.queries, self.heads = q.shape[1:3]
             if len(lengths) and self.queries and not lengths.any():
                 raise ArgumentError(
                     "cache has no token in any sequence of the call; append the keys and values of the queries' tokens "
                     "before decoding"
                 )
-            self.problem, ends = _asked(cache, self.queries, self.heads, asked)
+            self.problem, ends = _problem_of(cache, self.queries, self.heads, given)
             self.rows = len(self.sequences) * self.queries
             arguments = self._arguments()
-            sinks = arguments.sinks(asked.sinks)
-            self.results = arguments.results({"out": asked.out, "lse": asked.lse}, {"q": q, "sinks": sinks})
-            whole = self.backend.contiguous(q, empty=bind(cache.combiner.kept, "q"))
+            sinks = arguments.sinks(given.sinks)
+            self.results = arguments.results({"out": given.out, "lse": given.lse}, {"q": q, "sinks": sinks})
+            whole = self.backend.contiguous(q, empty=functools.partial(cache.combiner.kept, "q"))
             self.q = whole.reshape(self.rows, self.heads, cache.head_dim)
             same |= {
                 "q's number of queries and heads": q.shape[1:3],
                 "sequences": self.sequences,
-                "root": asked.root,
-                "algorithm": asked.algorithm,
+                "root": given.root,
+                "algorithm": given.algorithm,
                 "sinks": None if sinks is None else sinks.tolist(),
             }
             # as checked: equal masks may be written in several ways
             same |= {name: getattr(self.problem, name) for name in ("causal", "window", "softcap", "scale")}
         self.sinks = sinks
         # Positions of the first key that each query sees, and then past the last: (sequences, 2 * queries)
-        self._seen = np.maximum(lengths[:, None] + ends, 0)
+        self._ends = np.maximum(lengths[:, None] + ends, 0)
 
     def _arguments(self):
         """The `Arguments` of the call besides q, whose queries and heads are the caller's."""
@@ -129,12 +129,12 @@ class DecodeCall:
             self.heads,
             self.cache.value_dim,
             self.cache.partial_dtype,
-            name and bind(self.cache.combiner.kept, name),
+            name and functools.partial(self.cache.combiner.kept, name),
         )
 
-    def seen(self, rank):
+    def row_intervals(self, rank):
         """The range of a rank's keys that each query of each sequence sees: begin and end, int32 (rows,)."""
-        below = self.cache.storage.ledgers.below(self.some, rank, self._seen).astype(np.int32)
+        below = self.cache.storage.ledgers.below(self.index, rank, self._ends).astype(np.int32)
         return below[:, : self.queries].reshape(-1), below[:, self.queries :].reshape(-1)
 
     def attend(self, partial, q=None, rows=None, after=()):
@@ -154,7 +154,7 @@ class DecodeCall:
         keys: (the pools, table of pages of every sequence, page size).  q, rows, after: as of `attend`.
         meanwhile: as of `mpiattn.backends.base`.
         """
-        begin, end = self.seen(rank)
+        begin, end = self.row_intervals(rank)
         pools, tables, page_size = keys
         block = BlockInputs.of(self.problem, q, pools, begin, end, pages=tables, page_size=page_size)
         if rows == range(self.rows) and (len(tables) > 1 or (begin < end).any()):
@@ -185,10 +185,10 @@ class DecodeCall:
             self.backend.wait(event)  # launches below do not wait for a partial that has just arrived
         if self.sinks is not None:
             self.backend.sink(partial.out, partial.lse, self.backend.contiguous(self.sinks))
-        out, lse = self.results.arrays(self.given)
+        out, lse = self.results.arrays(self.q_given)
         self.backend.copy(out, partial.out.reshape(out.shape))
         self.backend.copy(lse, partial.lse.reshape(out.shape[:3]).transpose(0, 2, 1))
-        return self.results.returned(self.given)
+        return self.results.returned(self.q_given)
 
     @contextmanager
     def transfers(self):

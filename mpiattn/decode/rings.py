@@ -32,7 +32,7 @@ class _Keys:
     def __init__(self, call: DecodeCall, rank: int, array: Array) -> None:
         cache = call.cache
         self.rank = rank
-        counts = cache.storage.ledgers.counts[call.some][:, rank]
+        counts = cache.storage.ledgers.counts[call.index][:, rank]
         self.starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         tokens = int(self.starts[-1])
         cuts = np.cumsum([0, *(cache.kv_heads * tokens * dim for dim in cache.dims)]).tolist()
@@ -97,10 +97,10 @@ def ring_decode(
     >>> out.shape, lse.shape
     ((1, 1, 8, 16), (1, 8, 1))
     """
-    with cache.call("ring_decode") as turn:
+    with cache.call("ring_decode") as collective:
         return _pass_keys(
             DecodeCall(
-                turn, cache, q, DecodeArguments(sequences, causal, window, softcap, scale, sinks, out, lse, check)
+                collective, cache, q, DecodeArguments(sequences, causal, window, softcap, scale, sinks, out, lse, check)
             )
         )
 
@@ -109,7 +109,7 @@ def _pass_keys(call: DecodeCall) -> tuple[Array, Array]:
     cache = call.cache
     combiner, backend, ranks, rank = cache.combiner, call.backend, cache.ranks, cache.rank
     row = cache.kv_heads * sum(cache.dims)
-    most = int(cache.storage.ledgers.counts[call.some].sum(axis=0).max())
+    most = int(cache.storage.ledgers.counts[call.index].sum(axis=0).max())
     held, spare = (backend.empty((most * row,), cache.dtype) for _ in range(2))
     call.buffers = held, spare
     whole, part = call.partial(), call.partial()
@@ -193,10 +193,10 @@ def query_ring_decode(
     >>> out.shape, lse.shape
     ((1, 1, 8, 16), (1, 8, 1))
     """
-    with cache.call("query_ring_decode") as turn:
+    with cache.call("query_ring_decode") as collective:
         return _pass_queries(
             DecodeCall(
-                turn, cache, q, DecodeArguments(sequences, causal, window, softcap, scale, sinks, out, lse, check)
+                collective, cache, q, DecodeArguments(sequences, causal, window, softcap, scale, sinks, out, lse, check)
             )
         )
 

@@ -55,7 +55,7 @@ class Storage:
 
         arrays: k and v, or what there is of them, one for each pool.
         """
-        some = self.some(sequences)
+        some = self.index_of(sequences)
         before = self.ledgers.lengths[some].copy(), self.ledgers.counts[some].copy()
         try:
             if layout is None:
@@ -70,8 +70,8 @@ class Storage:
             self.take_pages(some, counts)
             raise
 
-    def some(self, sequences):
-        """Sequences as an index of arrays; all, a range in `sequence_numbers`, are a slice, which costs less."""
+    def index_of(self, sequences):
+        """Sequences as an index of arrays, int64; all, a range in `sequence_numbers`, as a slice, which costs less."""
         return slice(None) if isinstance(sequences, range) else np.array(sequences, np.int64)
 
     def take_pages(self, some, counts, spread=False):
@@ -148,7 +148,7 @@ class Storage:
 
     def truncate(self, sequences, lengths):
         """Keep the first tokens of sequences and free the pages of the others."""
-        some = self.some(sequences)
+        some = self.index_of(sequences)
         self.ledgers.truncate(some, np.array(lengths, np.int64))
         self.take_pages(some, self.ledgers.counts[some])
 

@@ -105,9 +105,9 @@ def tree_decode(
     >>> out.shape, lse.shape
     ((1, 1, 8, 16), (1, 8, 1))
     """
-    with cache.call("tree_decode") as turn:
+    with cache.call("tree_decode") as collective:
         of_rings = sequences, causal, window, softcap, scale, sinks, out, lse, check
-        call = DecodeCall(turn, cache, q, DecodeArguments(*of_rings, algorithm, root), ALGORITHMS)
+        call = DecodeCall(collective, cache, q, DecodeArguments(*of_rings, algorithm, root), ALGORITHMS)
         if algorithm == "auto":
             algorithm = cache.algorithm(*call.partial_bytes, root)
         partial, spare = call.partial(name="partial"), call.partial(name="spare")

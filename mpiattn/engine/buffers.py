@@ -59,7 +59,7 @@ class Buffers:
 
     def __init__(self, pool, shapes, schedule):
         self.pool, self.shapes, self.schedule = pool, shapes, schedule
-        self.packed = any(step.fused for step in schedule.steps)
+        self.packed = schedule.packed
         self.reduced = REDUCED[schedule.direction]
         self._cast = {  # by kind, the arrays into which partials are cast
             kind: [None if wire == own else wire for own, wire in zip(shapes[kind], shapes[arena_of(kind)])]
@@ -81,24 +81,26 @@ class Buffers:
         self._own, self._own_memory = {}, {}  # by reduced kind: own accumulators of the call, memory for them
         self.occupant.clear()
 
-    def fit(self, places, own, ordered=()):
+    def fit(self, places, needs_memory, ordered=()):
         """Use the pool for a call with these `Places`.
 
-        own: {reduced kind: for each array, whether the rank's own accumulator needs memory}.  A packed arena has the
-            own accumulators too, and takes none.
+        needs_memory: {reduced kind: of each array of the rank's own accumulator, whether it needs memory here because
+            the result cannot be it}.  A packed arena has the own accumulators too, and takes no result.
         ordered: the kinds of `ordered`.
         """
         rows, shapes, order = {}, {}, {}
         for kind in () if self.packed else self.reduced:
             order["own", kind, 0] = list(order)  # they live as long as the pass
             rows["own", kind, 0] = total(places.tokens[kind][places.rank])
-            shapes["own", kind, 0] = [shape if want else None for shape, want in zip(self.shapes[kind], own[kind])]
+            shapes["own", kind, 0] = [
+                shape if want else None for shape, want in zip(self.shapes[kind], needs_memory[kind])
+            ]
         lowest = list(order)
         for name, others in self._in_order(tuple(ordered)).items():
-            part, kind, _ = name
+            role, kind, _ = name
             order[name] = lowest + others
-            rows[name] = places.rows[arena_of(kind) if part == "wire" and not self.packed else kind]
-            shapes[name] = self._cast[kind] if part == "wire" else self.shapes[kind]
+            rows[name] = places.rows[arena_of(kind) if role == "wire" and not self.packed else kind]
+            shapes[name] = self._cast[kind] if role == "wire" else self.shapes[kind]
         if self._large_enough(rows, shapes):
             self._of_accumulators.clear()
             self.occupant.clear()
@@ -121,21 +123,21 @@ class Buffers:
         return all(count <= self._fitted[0][name] for name, count in rows.items())
 
     def _take(self, rows, shapes, order):
-        """Cut arrays of so many rows from the pool; all by (part of the buffers, kind, slot)."""
+        """Cut arrays of so many rows from the pool; all by `BufferName` as of `sharing`, with the role "own" too."""
         self.drop()
         arrays, spans = self.pool.arrays(
             self,
             {name: [shape and ((rows[name], *shape[0]), shape[1]) for shape in of] for name, of in shapes.items()},
             order,
         )
-        self.arena = {(kind, slot): taken for (part, kind, slot), taken in arrays.items() if part == "arena"}
-        self.wire = {(kind, slot): taken for (part, kind, slot), taken in arrays.items() if part == "wire"}
+        self.arena = {(kind, slot): taken for (role, kind, slot), taken in arrays.items() if role == "arena"}
+        self.wire = {(kind, slot): taken for (role, kind, slot), taken in arrays.items() if role == "wire"}
         self._own_memory, self.ordered = (
-            {kind: taken for (of, kind, _), taken in arrays.items() if of == part} for part in ("own", "ordered")
+            {kind: taken for (of, kind, _), taken in arrays.items() if of == role} for role in ("own", "ordered")
         )
         sizes = {name: rows[name] * size_of(filter(None, of)) for name, of in shapes.items()}
         _, self.nbytes = stack(order, sizes)
-        spans = {(kind, slot): span for (part, kind, slot), span in spans.items() if part == "arena"}
+        spans = {(kind, slot): span for (role, kind, slot), span in spans.items() if role == "arena"}
         self._beside = {
             name: {other for other, (begin, end) in spans.items() if other != name and begin < stop and start < end}
             for name, (start, stop) in spans.items()
@@ -145,7 +147,7 @@ class Buffers:
     def accumulate_in(self, results):
         """Use these arrays as accumulators of the rank's own chunk, and memory of the buffers where one is None.
 
-        results: {reduced kind: arrays}.  A packed arena has the own accumulators too, and takes none.
+        results: {reduced kind: arrays}.  A packed arena has the own accumulators too, and takes none of these.
         """
         for kind, arrays in {} if self.packed else results.items():
             memory = self._own_memory[kind]

@@ -1,4 +1,4 @@
-"""What a plan keeps on a rank for calls to come: the steps of calls like those before, and what their masks come to.
+"""What a plan keeps on a rank for calls to come: the steps of calls like those before, and their row intervals.
 
 Calls without documents are alike, and so are calls with the same documents: every layer of a network has them.
 """
@@ -35,7 +35,7 @@ class AlikeCalls:
             steps = self._steps[schedule.direction] = RankSteps(schedule, rank, self.activity)
         return steps
 
-    def know(self, steps):
+    def adopt(self, steps):
         """Take the `RankSteps` that another plan has made, to save making them."""
         self._steps[steps.schedule.direction] = steps
 
@@ -84,13 +84,14 @@ class AlikeCalls:
 class CallCache:
     """The `AlikeCalls` of a plan on this rank: without documents, and with each of the last `RECENT` sets of documents.
 
-    own: the `Activity` of calls without documents.
+    activity: that of calls without documents, in which it is the same for every sequence.
     sequences: the slice of the batch that this rank's plane computes.
+    The attribute `without_documents` has the `AlikeCalls` without documents.
     """
 
-    def __init__(self, backend, own, sequences):
-        self._backend, self._sequences = backend, sequences
-        self._own, self.own = own, AlikeCalls(backend, own)  # of which every sequence has the same activity
+    def __init__(self, backend, activity, sequences):
+        self._backend, self._activity, self._sequences = backend, activity, sequences
+        self.without_documents = AlikeCalls(backend, activity)
         self._recent = {}  # by the activity of the whole batch, the latest last
 
     def activity(self, arguments, make_documents):
@@ -104,9 +105,9 @@ class CallCache:
         if not alike:
             documents = make_documents()
             if documents is None:
-                return self._own
+                return self._activity
             alike = [activity for activity in self._recent if _equal(activity.documents, documents)]
-        (activity,) = alike or [self._own.with_documents(documents)]
+        (activity,) = alike or [self._activity.with_documents(documents)]
         calls = self._recent.pop(activity, None)
         while len(self._recent) >= RECENT or sum(other.nbytes for other in self._recent.values()) > KEPT_BYTES:
             self._recent.pop(next(iter(self._recent))).free()  # an executor may refer to it until its next call
@@ -116,13 +117,13 @@ class CallCache:
         self._recent[activity] = calls
         return activity
 
-    def calls(self, activity):
-        """What is kept for calls with an activity that `activity` has returned."""
-        return self.own if activity is self._own else self._recent[activity]
+    def alike(self, activity):
+        """The `AlikeCalls` with an activity that `activity` has returned."""
+        return self.without_documents if activity is self._activity else self._recent[activity]
 
     def released(self):
         """A cache of the same plan that keeps nothing."""
-        return CallCache(self._backend, self._own, self._sequences)
+        return CallCache(self._backend, self._activity, self._sequences)
 
 
 def _equal(groups, others):

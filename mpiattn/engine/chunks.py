@@ -51,7 +51,7 @@ class Chunks(dict):
         """The chunks of the whole group, this rank's included, as one packed chunk."""
         own = self[kind, self.own]
         if not self.schedule.slots[kind] or own.tokens is None:
-            return own  # group of one rank, or a collective has placed it
+            return own  # alone in its group, or already the whole, by a collective
         self.place_own(kind, own)
         self.clear_places(kind, [chunk for chunk in self.buffers.tokens(kind) if (kind, chunk) not in self])
         ready = tuple(event for (k, _), chunk in self.items() if k == kind for event in chunk.ready)
@@ -71,7 +71,7 @@ class Chunks(dict):
             self.computation.backend.zero(self._place(kind, chunk))
 
     def clear_rest(self, chunk, tokens):
-        """Zero what a chunk holds besides `tokens`, for the same reason."""
+        """Zero what a chunk holds besides `tokens`, for the reason of `clear_places`."""
         for part in places(chunk.tokens, rest(chunk.tokens, tokens)):
             self.computation.backend.zero([array[part] for array in chunk.arrays])
 

@@ -40,7 +40,7 @@ class Executor:
     """The buffers of one pass and the loop over its schedule.
 
     computation: a pass of `mpiattn.engine.passes`.
-    calls: the `AlikeCalls` for which memory is made at once: those without documents.
+    calls: the `AlikeCalls` for which it makes memory at once: those without documents.
     pool: the `Pool` of its buffers.
     """
 
@@ -52,19 +52,19 @@ class Executor:
         self.transfers = Transfers(mesh, self.backend, exchange, self.buffers, self.chunks)
         count = len(schedule.steps)
         self.steps_in_words = [f"in step {n + 1} of {count} of the {schedule.direction} pass" for n in range(count)]
-        self.where = ""  # the current step, in words
+        self.where = ""  # the current step, in words, for error messages
         self.calls = self.steps = None  # those like the last pass, and its `RankSteps`
         self.coming = None  # the `Coming` of the last pass, or None
-        self.own = {}  # of the last pass, as for `Buffers.fit`
+        self.needs_memory = {}  # in the last pass, as for `Buffers.fit`
         self.times, self.moves = [], []  # of the last pass: its `StepTimes` and `Moved`, by the clock
         self.number, self.began = 0, 0.0  # of the current step, and when the pass began, by the clock
         self.to_post, self.under_way = deque(), deque()  # transfers of the pass, in order of posting
-        own = {}
+        needs_memory = {}
         for kind in self.buffers.reduced:
             arrays = KINDS[schedule.direction][kind].arrays_of(computation.problem)
             strided = stays(self.backend, schedule.tile, kind)
-            own[kind] = [not array.in_place(computation.problem, strided) for array in arrays]
-        self._fit(calls, own)
+            needs_memory[kind] = [not array.in_result(computation.problem, strided) for array in arrays]
+        self._fit(calls, needs_memory)
 
     def prepare(self, calls, results):
         """Make what one of these `AlikeCalls` needs; afterwards `run` allocates no buffers.
@@ -73,15 +73,15 @@ class Executor:
         """
         self._fit(calls, {kind: [array is None for array in arrays] for kind, arrays in results.items()})
 
-    def _fit(self, calls, own):
-        if calls is self.calls and own == self.own and self.buffers.places:
+    def _fit(self, calls, needs_memory):
+        if calls is self.calls and needs_memory == self.needs_memory and self.buffers.places:
             return
         steps = calls.steps(self.schedule, self.mesh.chunk)
         ordered, places = (), steps.places
         if places.packed and calls.sorting(places):
             ordered = ("KV", *(kind for kind in self.buffers.reduced if kind in IN_COLUMNS))
-        self.buffers.fit(places, own, ordered)
-        self.calls, self.steps, self.own = calls, steps, own
+        self.buffers.fit(places, needs_memory, ordered)
+        self.calls, self.steps, self.needs_memory = calls, steps, needs_memory
 
     def run(self, q, kv, results, progress=None, q_ready=(), coming=None):
         """Run the pass that was prepared; collective.  Returns {reduced kind: arrays of this rank's own chunk}.

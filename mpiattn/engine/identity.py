@@ -28,8 +28,8 @@ class Identity:
         self.heads, self.sequences = slice(0, problem.heads), problem.batch
         self._folding = Folding(backend, problem.batch)
         self._staying = tuple(kind for kind in GATHERED if stays(backend, mesh.tile, kind))
-        # kinds of whose results partials have shape and dtype
-        self._accumulating = tuple(kind for kind in GATHERED if OUT.in_place(problem, kind in self._staying))
+        # the kinds of the tokens of those results that may be accumulators: partials have their shape and dtype
+        self._accumulating = tuple(kind for kind in GATHERED if OUT.in_result(problem, kind in self._staying))
 
     def nbytes(self, backward):
         """Bytes of the arrays of a call and of their copies.  backward: whether a backward pass has been made."""
@@ -64,11 +64,11 @@ class Identity:
         results: (out, lse) or (dq, dk, dv), the latter without dv if dk takes it too; lse is (batch, heads, tokens).
         """
         if direction == "forward":
-            return {"O": (self._in_place(results[0], "Q"), None)}  # lse has another layout
+            return {"O": (self._accumulator(results[0], "Q"), None)}  # lse has another layout
         dq, *dkv = results
-        return {"dQ": (self._in_place(dq, "Q"),), "dKV": tuple([self._in_place(array, "KV") for array in dkv])}
+        return {"dQ": (self._accumulator(dq, "Q"),), "dKV": tuple([self._accumulator(array, "KV") for array in dkv])}
 
-    def _in_place(self, result, kind):
+    def _accumulator(self, result, kind):
         """A result (batch, tokens, heads, dim) as an accumulator, or None.  kind: of the chunks of the same tokens."""
         if kind not in self._accumulating or not self.backend.accumulates(result):
             return None

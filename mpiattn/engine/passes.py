@@ -8,8 +8,15 @@ from ..schedule import kinds
 
 
 class _Pass:
+    """What both passes have.
+
+    inputs: by gathered kind, the names of its arrays among the arguments of the pass.
+    """
+
     def __init__(self, problem, backend):
         self.problem, self.backend = problem, backend
+        gathered = [kinds.KINDS[self.direction][kind] for kind in kinds.GATHERED]
+        self.inputs = tuple(tuple(array.argument for array in kind.arrays_of(problem)) for kind in gathered)
 
     def shapes(self):
         """{arena: [(shape of a token, dtype) of each array]}; arena "+X" holds partials in their dtype on the wire."""

@@ -131,7 +131,7 @@ class Transfers:
             )
 
         def place():
-            copied = sent != own.tokens  # the collective has not placed all of this rank's own
+            copied = sent != own.tokens  # the collective has placed only what it sends of this rank's own
             for event in gathered.ready if unsent or copied else ():
                 self.backend.wait(event)
             self.chunks.clear_places(kind, unsent)

@@ -85,9 +85,9 @@ class LowerBounds:
             for direction in self._passes
         }
 
-    def seconds(self, tile, kind, route, overlap):
-        """Seconds of all passes.  kind: of schedule.  overlap: whether transfers may run beside blocks."""
-        total, fused, ring = 0.0, kind == "collective", passed_on(route)
+    def seconds(self, tile, schedule, route, overlap):
+        """Seconds of all passes.  schedule: its name.  overlap: whether transfers may run beside blocks."""
+        total, fused, ring = 0.0, schedule == "collective", passed_on(route)
         for direction in self._passes:
             computing = self._computing[direction][int(fused), self._numbers[tile]]
             busy, unhidden, merging = self._transfers(tile, ring, direction)

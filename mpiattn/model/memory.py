@@ -10,17 +10,18 @@ from ..schedule.sharing import below, stack
 from ..schedule.travels import held_bytes, size_of
 
 
-def buffer_bytes(schedule, problem, load, layout):
+def buffer_bytes(schedule, problem, load):
     """Bytes of a plan's buffers for a pass, of every rank: int64 (ranks,).
 
-    load: the `Load` of the mesh.  layout: the kind of the layout of keys.
+    load: the `Load` of the mesh.
     Counted are the slots of the schedule, each for the most tokens that come, the own accumulators that are not results
     themselves, and the copies of partials that are cast for the wire.  What no step needs together lies in the same
     memory (`mpiattn.schedule.sharing`).  A fused launch needs places for the chunks of the whole group.  Unless the
-    layout is contiguous, it also holds the arrays that move in columns a second time, sorted by position.
+    keys of consecutive chunks follow one another, it also holds the arrays that move in columns a second time, sorted
+    by position.
     """
-    kinds, fused = KINDS[schedule.direction], any(step.fused for step in schedule.steps)
-    of_arenas, of_own, of_cast = _of_token(problem.token, schedule.direction)
+    kinds, fused = KINDS[schedule.direction], schedule.packed
+    of_arenas, of_own, of_cast = _of_token(problem.without_tokens, schedule.direction)
     own, rows, token_bytes = 0, {}, {}
     for kind in kinds:
         column = kind in IN_COLUMNS
@@ -36,13 +37,13 @@ def buffer_bytes(schedule, problem, load, layout):
             token_bytes["wire", kind], rows["wire", kind] = of_cast[kind], rows["arena", kind if fused else arriving]
     token_bytes |= of_arenas
     ordered = ()
-    if fused and layout != "contiguous" and schedule.slots["KV"]:
+    if fused and not load.ordered and schedule.slots["KV"]:
         ordered = [kind for kind in kinds if kind in IN_COLUMNS]
     order = below(schedule, token_bytes, ordered)
     sizes = {}
-    for part, kind, slot in order:
-        of = ("arena" if part == "ordered" else part, kind)
-        sizes[part, kind, slot] = rows[of] * token_bytes[of]
+    for role, kind, slot in order:
+        of = ("arena" if role == "ordered" else role, kind)
+        sizes[role, kind, slot] = rows[of] * token_bytes[of]
     return own + stack(order, sizes)[1]
 
 
@@ -51,7 +52,7 @@ def _of_token(problem, direction):
     """Bytes of a token: in every arena; of own accumulators that are not results, and of what is cast, by kind."""
     arrays, kinds = shapes(problem, direction), {name: KINDS[direction][name] for name in REDUCED[direction]}
     own = {
-        name: size_of(array.held(problem) for array in kind.arrays_of(problem) if not array.in_place(problem))
+        name: size_of(array.held(problem) for array in kind.arrays_of(problem) if not array.in_result(problem))
         for name, kind in kinds.items()
     }
     cast = {

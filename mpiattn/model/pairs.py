@@ -12,7 +12,7 @@ from ..problem.closed_form import Ranges, block_pairs
 
 PIECE = 2**18  # queries counted at a time
 SAMPLED = 2**20  # queries looked at with documents
-GOLDEN = 5**0.5 / 2 - 0.5  # irrational, so that no number of stripes is in step with its multiples
+GOLDEN = 5**0.5 / 2 - 0.5  # irrational: samples at its multiples are never in step with stripes
 TABLE_PIECE = 2**14  # numbers of a table counted at a time
 FEW = 2**10  # numbers of a table that are counted together even if only some are asked for
 
@@ -54,7 +54,7 @@ def _in_chunks(owners, lo, hi, rows, k_layout):
         )
         return (begun - ended).reshape(rows, columns + 1)[:, :-1].cumsum(axis=1)
 
-    if k_layout.kind == "striped":
+    if k_layout.striped:
         rounds, rest = np.divmod(hi - lo, k_layout.chunks)
         first = lo % k_layout.chunks
         twice = covered(first, first + rest, 2 * k_layout.chunks)  # the second half are the first stripes again
@@ -77,7 +77,6 @@ class Pairs:
     def __init__(self, mask, q_layout, k_layout):
         self.mask, self.layouts, self.ranges = mask, (q_layout, k_layout), (_ranges(q_layout), _ranges(k_layout))
         steps = {ranges.step for of_side in self.ranges for ranges in of_side}
-        self.packed = mask.cuts is not None
         self.closed = len(steps) == 1 and mask.closed_form  # without a look at queries
         self.few = q_layout.chunks * k_layout.chunks <= FEW
 

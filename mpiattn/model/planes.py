@@ -17,7 +17,7 @@ from ..schedule.travels import size_of
 from . import memory
 from .regrouped import Regrouped, of_token
 from .simulate import COPYING
-from .space import balancing, pair_of
+from .space import auto_kinds, pair_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,8 +43,8 @@ def check_heads(tile: Tile | None, problem: Problem) -> None:
     )
 
 
-def places(tile: Tile) -> list[int]:
-    """For every rank of the mesh, its place among the ranks in order of nodes: the ranks of a chunk are neighbours."""
+def node_places(tile: Tile) -> list[int]:
+    """For every rank of the mesh, its number in the order of nodes: there the ranks of a chunk are neighbours."""
     return np.arange(tile.ranks).reshape(tile.chunks, tile.h).T.ravel().tolist()
 
 
@@ -65,7 +65,7 @@ def _of_both(change: Callable[[Layout], Layout], pair: tuple[Layout, Layout]) ->
     return changed, changed if keys is queries else change(keys)
 
 
-def of_plane(machine: Machine, nodes: Sequence[int], planes: int) -> Machine:
+def plane_machine(machine: Machine, nodes: Sequence[int], planes: int) -> Machine:
     """The machine that one of several planes has, where the others do the same at the same time."""
     if machine.node_bandwidth is None or planes == 1:
         return machine
@@ -80,7 +80,7 @@ def aligned(pair: tuple[Layout, Layout], planes: int) -> tuple[Layout, Layout]:
     """
     if planes == 1:
         return pair
-    return _of_both(lambda layout: _reordered_stripes(layout, planes) if layout.kind == "striped" else layout, pair)
+    return _of_both(lambda layout: _reordered_stripes(layout, planes) if layout.striped else layout, pair)
 
 
 def _reordered_stripes(layout: Layout, planes: int) -> Layout:
@@ -92,7 +92,7 @@ def _reordered_stripes(layout: Layout, planes: int) -> Layout:
 def inner_layouts(space, pair, chunks):
     """The pairs of layouts, of queries and of keys, that a plane of so many ranks may compute with.
 
-    space: a completed `SearchSpace`.  pair: one of its `pairs`.
+    space: a completed `SearchSpace`.  pair: one of its `layout_pairs`.
     """
     problem, wanted = space.problem, space.mesh_layout
     if not isinstance(wanted, str):
@@ -100,22 +100,22 @@ def inner_layouts(space, pair, chunks):
     if wanted != "auto":
         return [pair_of((wanted, wanted), problem, chunks)]
     own = pair if pair[0].chunks == chunks else pair_of([layout.kind for layout in pair], problem, chunks)
-    others = balancing(space.mask, chunks) if len(space.pairs) == 1 else ()
+    others = auto_kinds(space.mask, chunks) if len(space.layout_pairs) == 1 else ()
     return list(dict.fromkeys([own, *(pair_of((kind, kind), problem, chunks) for kind in others)]))
 
 
-def timed(tile):
+def timed_ranks(tile):
     """The ranks whose regrouping is timed: all, of few."""
     return sorted({i * tile.ranks // TIMED for i in range(TIMED)})
 
 
-class _Regrouping:
+class _RegroupingCost:
     """What regrouping adds to the passes of a space: seconds, {pass: bytes sent}, bytes of memory."""
 
     def __init__(self, regrouping, space):
         tile, machine, passes = regrouping.tile, space.machine, space.passes
-        nodes = space.nodes[places(tile)]  # by rank of the mesh
-        ranks = timed(tile)
+        nodes = space.nodes[node_places(tile)]  # by rank of the mesh
+        ranks = timed_ranks(tile)
         lengths = [layout.lengths for layout in regrouping.outer]
         most = [of_ranks.index(max(of_ranks)) for of_ranks in lengths]
         rate = machine.between.bandwidth
@@ -156,22 +156,22 @@ class Arrangement:
 
     @cached_property
     def _cost(self):
-        """The `_Regrouping`; None if there is none."""
+        """The `_RegroupingCost`; None if there is none."""
         if not self.regrouped:
             return None
-        return _Regrouping(Regrouping(self._space.problem, self._tile, self._outer, self.inner), self._space)
+        return _RegroupingCost(Regrouping(self._space.problem, self._tile, self._outer, self.inner), self._space)
 
     @cached_property
     def _outer(self):
         """The caller's layouts by rank of the mesh."""
-        return reordered(self.pair, places(self._tile)) if self._tile.h > 1 else self.pair
+        return reordered(self.pair, node_places(self._tile)) if self._tile.h > 1 else self.pair
 
     @cached_property
     def least_sent(self):
         """A quick lower bound on the bytes of regrouping: a rank keeps as many of its tokens as its chunk can hold."""
         if not self.regrouped:
             return 0.0
-        planes, ranks, given, taken = self._tile.h, timed(self._tile), [], []
+        planes, ranks, given, taken = self._tile.h, timed_ranks(self._tile), [], []
         for outer, inner in zip(self._outer, self.inner):
             own, of_mesh = (np.array(layout.lengths) for layout in (outer, inner))
             own, of_mesh = own[ranks], of_mesh[np.array(ranks) % self._tile.chunks]

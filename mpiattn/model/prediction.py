@@ -12,7 +12,7 @@ from ..schedule.tile import Tile
 from ..schedule.travels import token_bytes
 from . import cost, memory
 from .lower_bounds import LowerBounds
-from .planes import of_plane
+from .planes import plane_machine
 from .simulate import simulate
 from .workload import Load, Work
 
@@ -64,18 +64,18 @@ def _loads(mask):
 class Predictions:
     """Predicts choices of one plane.  What they have in common is made once.
 
-    space: a completed `SearchSpace`.  planes: their number.  regrouped: False where heads and tokens stay, and a batch
-    is one plane's.
+    space: a completed `SearchSpace`.  planes: their number.
+    regrouped: whether sequences, heads or tokens change ranks; if not, the one plane computes the problem as it is.
     """
 
     def __init__(self, space, planes, regrouped):
         self._problem = plane_problem(space.problem, planes) if regrouped else space.problem
-        self._machine, self._nodes = of_plane(space.machine, space.nodes, planes), space.nodes[::planes]
+        self._machine, self._nodes = plane_machine(space.machine, space.nodes, planes), space.nodes[::planes]
         self._passes, self._overlap = space.passes, space.overlap
-        tiles = tuple(shape.plane for shape in space.shapes if shape.h == planes)
+        tiles = tuple(tile.plane for tile in space.tiles if tile.h == planes)
         work, self._load = _loads(space.mask)
-        # a plan makes its memory for calls without documents
-        self._prepared = self._load if space.mask == space.problem.mask else _loads(space.problem.mask)[1]
+        # memory goes by calls without documents: a plan makes it for these
+        self._load_without_documents = self._load if space.mask == space.problem.mask else _loads(space.problem.mask)[1]
         self.bounds = Remembered(
             lambda pair: LowerBounds(self._problem, work(pair), tiles, self._machine, self._nodes, self._passes)
         )
@@ -90,13 +90,13 @@ class Predictions:
 
     def _choice(self, pair, tile, kind, route, max_memory):
         """The `Choice` of a tile of the plane; arguments that are equal have the same."""
-        load, prepared = self._load(pair, tile), self._prepared(pair, tile)
+        load, in_memory = self._load(pair, tile), self._load_without_documents(pair, tile)
         built = self._schedules(tile, kind, route, cost.AHEAD if self._overlap else None)
-        ahead, nbytes = built[0].ahead, self._nbytes(built, prepared, pair)
+        ahead, nbytes = built[0].ahead, self._nbytes(built, in_memory)
         while ahead and max_memory is not None and nbytes > max_memory:
             ahead -= 1
             built = self._schedules(tile, kind, route, ahead)
-            nbytes = self._nbytes(built, prepared, pair)
+            nbytes = self._nbytes(built, in_memory)
         runs = [simulate(schedule, self._problem, load, self._machine, self._nodes) for schedule in built]
         seconds = sum(run.seconds for run in runs)
         waiting = sum(float(run.waiting.mean()) for run in runs) / seconds if seconds else 0.0
@@ -110,11 +110,11 @@ class Predictions:
             for kind, nbytes in token_bytes(self._problem, schedule.direction).items()
         }
 
-    def _nbytes(self, schedules, load, layouts):
+    def _nbytes(self, schedules, load):
         """Bytes of memory on the rank that needs the most."""
         problem = self._problem
         nbytes = memory.chunk_bytes(problem, *load.lengths)
-        buffers = [memory.buffer_bytes(schedule, problem, load, layouts[1].kind) for schedule in schedules]
+        buffers = [memory.buffer_bytes(schedule, problem, load) for schedule in schedules]
         nbytes = nbytes + np.max(buffers, axis=0)  # the passes share them
         for schedule in schedules:
             if schedule.direction == "backward":

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 
 def in_common(layout: Layout, some: NDArray[np.int64], other: Layout) -> tuple[NDArray[np.int64], bool]:
-    """Tokens that some chunks share with those of another layout, pair of runs by pair: int64 (pairs, some, chunks).
+    """Tokens that some chunks of a layout share with each chunk of another: int64 (pairs, some, chunks).
 
-    The step of one layout divides that of the other.  Also returns whether these tokens are apart in `layout`'s chunk.
+    Every run of one is counted with every run of the other, a pair.  The step of one layout divides that of the other.
+    Also returns whether the shared tokens are apart in `layout`'s chunk, not consecutive.
     """
     (starts, lengths, step), (other_starts, other_lengths, other_step) = layout.all_ranges(), other.all_ranges()
     start, stop = (bound[:, None, some, None] for bound in (starts, starts + lengths * step))
@@ -56,7 +57,7 @@ class OfToken(NamedTuple):
 
 def of_token(problem: Problem, planes: int, direction: str) -> OfToken:
     """The `OfToken` of a pass."""
-    return _of_token(problem.token, planes, direction)
+    return _of_token(problem.without_tokens, planes, direction)
 
 
 @lru_cache(64)

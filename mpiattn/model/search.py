@@ -7,8 +7,6 @@ with any number of planes.  Regrouping is part of every case; with one plane in 
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-
 from ..errors import ArgumentError
 from ..schedule.remembered import Remembered
 from ..schedule.tile import Tile
@@ -43,12 +41,12 @@ class LowerBound(NamedTuple):
 class Case(NamedTuple):
     """A choice that is not predicted yet.
 
-    kind: of schedule.  inner: layouts with the same chunks as those of the arrangement's planes.
+    schedule: of SCHEDULES.  inner: layouts with the same chunks as those of the arrangement's planes.
     predictions: the `Predictions` of a plane.
     """
 
     tile: Tile
-    kind: str
+    schedule: str
     route: str
     inner: tuple
     arrangement: Arrangement
@@ -56,7 +54,7 @@ class Case(NamedTuple):
 
     def computing(self):
         """A lower bound on the seconds, of computing alone."""
-        return self.predictions.bounds(self.inner).computing(self.tile.plane, self.kind == "collective")
+        return self.predictions.bounds(self.inner).computing(self.tile.plane, self.schedule == "collective")
 
     def sent(self):
         """A lower bound on the bytes that a rank sends, mean over ranks."""
@@ -66,7 +64,7 @@ class Case(NamedTuple):
     def bound(self, overlap):
         """The `LowerBound` of this case."""
         of_plane, tile, arrangement = self.predictions.bounds(self.inner), self.tile.plane, self.arrangement
-        seconds = of_plane.seconds(tile, self.kind, self.route, overlap) + arrangement.seconds(tile)
+        seconds = of_plane.seconds(tile, self.schedule, self.route, overlap) + arrangement.seconds(tile)
         return LowerBound(self.tile, arrangement.pair, seconds, arrangement.sent(of_plane.sent(tile)))
 
     def choice(self, max_memory):
@@ -74,7 +72,7 @@ class Case(NamedTuple):
         tile, arrangement = self.tile.plane, self.arrangement
         if max_memory is not None:
             max_memory = max(max_memory - arrangement.nbytes, 1)
-        choice = self.predictions.choice(self.inner, tile, self.kind, self.route, max_memory)
+        choice = self.predictions.choice(self.inner, tile, self.schedule, self.route, max_memory)
         around = arrangement.seconds(tile)
         seconds, waiting = choice.seconds + around, choice.waiting * choice.seconds + around * arrangement.regrouped
         return choice._replace(
@@ -94,18 +92,19 @@ def cases_of(space):
     one_chunk = pair_of(("contiguous", "contiguous"), space.problem, 1)  # the same for all kinds of layout
     arrangements = [
         (planes, Arrangement(space, planes, pair if space.fixed else aligned(pair, planes), inner))
-        for planes in dict.fromkeys(shape.h for shape in space.shapes)
-        for pair in space.pairs
+        for planes in dict.fromkeys(tile.h for tile in space.tiles)
+        for pair in space.layout_pairs
         for inner in inner_layouts(space, pair, space.ranks // planes)
     ]
     routes = space.routes
     return [
-        Case(shape, kind, route, inner, arrangement, predictions(planes, arrangement.regrouped))
+        Case(tile, schedule, route, inner, arrangement, predictions(planes, arrangement.regrouped))
         for planes, arrangement in arrangements
         for inner in [arrangement.inner if arrangement.inner[0].chunks > 1 else one_chunk]
-        for shape in space.shapes
-        if shape.h == planes
-        for kind in (space.kinds if shape.chunks > 1 else space.kinds[:1])  # with one chunk there is nothing to collect
+        for tile in space.tiles
+        if tile.h == planes
+        # with one chunk there is nothing to collect
+        for schedule in (space.schedules if tile.chunks > 1 else space.schedules[:1])
         for route in routes
     ]
 
@@ -113,9 +112,10 @@ def cases_of(space):
 def survey(space, every="choice"):
     """The choices of a `SearchSpace`, best first, and lower bounds on others.
 
-    The lower bounds are a function, which takes time: by tile, one `LowerBound` for each of which there is no choice.
-    every: "choice", or less for a quick search: "tile" returns the best of each tile at least, None the best at least.
-        What is left out cannot be better.
+    Returns a list of `Choice` and a function.  The function returns {tile: `LowerBound`} of the tiles of which the list
+    has no choice; it takes time.
+    every: how many choices to predict.  "choice": all.  "tile": as few as tell the best of each tile.  None: as few as
+        tell the best.  What is left out cannot be better.
 
     The best choice has the least predicted time.  Times within SAME_TIME of the least are equal; then the fewest bytes
     sent decide, then the first of SCHEDULES, which most often needs less memory, then the least memory, then the first
@@ -150,17 +150,16 @@ class _Known:
 
     def __init__(self, cases, space):
         self.choices, self._cases, self._space = {}, cases, space
-        self._seconds = np.array([case.computing() for case in cases])
-        self._sent, self._nbytes, self._looks = (np.zeros(len(cases)) for _ in range(3))
-        self._kinds = np.array([SCHEDULES.index(case.kind) for case in cases])
-        self._predicted, self._too_large = np.zeros((2, len(cases)), bool)
+        self._seconds = [float(case.computing()) for case in cases]
+        self._sent, self._nbytes, self._looks = ([0] * len(cases) for _ in range(3))
+        self._kinds = [SCHEDULES.index(case.schedule) for case in cases]
+        self._too_large = [False] * len(cases)
 
     def predict(self, number):
         """Predict a case."""
         choice = self.choices[number] = self._cases[number].choice(self._space.max_memory)
         self._seconds[number], self._sent[number] = choice.seconds, choice.sent_bytes
-        self._nbytes[number], self._predicted[number] = choice.nbytes, True
-        self._too_large[number] = not fits(choice, self._space.max_memory)
+        self._nbytes[number], self._too_large[number] = choice.nbytes, not fits(choice, self._space.max_memory)
 
     def _look(self, number):
         """Know more of a case: a bound on its bytes, then closer bounds, then its choice; each takes longer."""
@@ -176,36 +175,43 @@ class _Known:
 
     def _fastest(self):
         """The least time of those that fit in the memory; before any is predicted, a lower bound on it."""
-        known = self._predicted & ~self._too_large
-        return self._seconds[known if known.any() else ...].min()
+        return min([self._seconds[number] for number in self.choices if not self._too_large[number]] or self._seconds)
 
-    def in_order(self, among=...):
-        """The numbers of the cases, best first; of what is equal, those first that are not predicted.
+    def _merit(self, fastest):
+        """What decides between cases, least first; of equal ones, those first that are not predicted."""
+        equal = (1 + SAME_TIME) * fastest
+        return lambda number: (
+            self._too_large[number],
+            max(self._seconds[number], equal),
+            self._sent[number],
+            self._kinds[number],
+            number in self.choices,
+            self._nbytes[number],
+        )
 
-        among: some of the numbers; the result then counts in these.
-        """
-        counted = np.maximum(self._seconds, (1 + SAME_TIME) * self._fastest())
-        keys = self._nbytes, self._predicted, self._kinds, self._sent, counted, self._too_large
-        return np.lexsort([key[among] for key in keys])
+    def in_order(self):
+        """The numbers of the cases, best first by what is known."""
+        return sorted(range(len(self._cases)), key=self._merit(self._fastest()))
 
     def predict_best(self, among=None, exact=True):
         """Predict cases until the best is known.
 
         among: numbers of some cases, of which the best is wanted; None for all.
-        exact: whether the least time of all cases has to be known too.
+        exact: whether to know the least time of all cases too, by which times count as equal (`SAME_TIME`).
         """
-        everything = np.arange(len(self._cases))
-        among = everything if among is None else everything[among]
+        among = range(len(self._cases)) if among is None else among
         while True:
-            first = among[self.in_order(among)[0]]
-            if self._predicted[first]:
-                left = among[~self._predicted[among]]
-                if not left.size:
+            fastest = self._fastest()
+            first = min(among, key=self._merit(fastest))
+            if first in self.choices:
+                left = [number for number in among if number not in self.choices]
+                if not left:
                     return
-                # No other is better, unless the least time is shorter than it seems, and this one longer than equal.
-                soonest = left[self._seconds[left].argmin()]
-                enough = self._fastest() if exact else self._seconds[first] / (1 + SAME_TIME)
-                if self._seconds[soonest] >= min(enough, self._fastest()):
+                # `first` is the best, unless a case that is not predicted is so fast that `first` is no longer within
+                # SAME_TIME of the fastest.  Its lower bound tells.
+                soonest = min(left, key=self._seconds.__getitem__)
+                enough = fastest if exact else self._seconds[first] / (1 + SAME_TIME)
+                if self._seconds[soonest] >= min(enough, fastest):
                     return
                 first = soonest
             self._look(first)
@@ -236,9 +242,9 @@ def without_documents(space, choice):
         replace(
             space,
             mask=None,
-            kinds=[choice.schedule],
-            shapes=[choice.tile],
-            pairs=[choice.layouts],
+            schedules=[choice.schedule],
+            tiles=[choice.tile],
+            layout_pairs=[choice.layouts],
             fixed=True,
             mesh_layout=choice.mesh_layouts,
             max_memory=None,

@@ -45,7 +45,7 @@ class _Run:
         }
         self.direction, self.dtype, self.flops = schedule.direction, problem.dtype, problem.flops_per_pair
         edge, launched = machine.edge_keys(problem.dtype), load.pairs > 0
-        if any(step.fused for step in schedule.steps):
+        if schedule.packed:
             self.fused = self._seconds(load.fused_pairs(edge), launched.any(axis=(0, 1)))  # (ranks,)
         else:
             self.blocks = self._seconds(load.timed_pairs(edge), launched)  # (a, b, ranks)

@@ -33,7 +33,7 @@ DIRECTIONS = {"forward": ("forward",), "backward": ("backward",), "both": ("forw
 AUTO_LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
-def balancing(mask: Mask, chunks: int) -> tuple[str, ...]:
+def auto_kinds(mask: Mask, chunks: int) -> tuple[str, ...]:
     """The kinds of layout that "auto" considers.
 
     Without a mask, or with one chunk, all balance equally well; then only the simplest.
@@ -42,7 +42,7 @@ def balancing(mask: Mask, chunks: int) -> tuple[str, ...]:
 
 
 def pair_of(kinds: Sequence[str], problem: Problem, chunks: int) -> Pair:
-    """Layouts of queries and of keys of two kinds; one and the same if they are equal, since it keeps its ranges."""
+    """Layouts of queries and of keys, of two kinds; the same object if they are equal, since it keeps its ranges."""
     queries, keys = (Layout(kind, tokens, chunks) for kind, tokens in zip(kinds, (problem.seqlen, problem.seqlen_k)))
     return queries, queries if queries == keys else keys
 
@@ -55,7 +55,7 @@ def layouts(argument: Any, problem: Problem, ranks: int, mask: Mask | None = Non
     """
     if isinstance(argument, str):
         one_of("layout", argument, (*LAYOUTS, "auto"))
-        kinds = [argument] if argument != "auto" else balancing(mask or problem.mask, ranks)
+        kinds = [argument] if argument != "auto" else auto_kinds(mask or problem.mask, ranks)
         return [pair_of((kind, kind), problem, ranks) for kind in kinds]
     pair = of_sizes(argument, ranks)
     if isinstance(pair, Layout):
@@ -93,6 +93,11 @@ def routes(route: str, problem: Problem, machine: Machine) -> list[str]:
     return [name for name in ROUTES if not passed_on(name) or not (lowered or machine.node_bandwidth is None)]
 
 
+def allowed_schedules(schedule: str) -> tuple[str, ...]:
+    """The schedules that an argument allows, which is checked."""
+    return SCHEDULES if schedule == "auto" else (schedule,)
+
+
 def memory_limit(value: Any) -> int | None:
     """max_memory as an int, or None; raises ArgumentError."""
     return None if value is None else byte_count("max_memory", value)
@@ -102,11 +107,11 @@ def memory_limit(value: Any) -> int | None:
 class SearchSpace:
     """A problem on the ranks of a machine, and the choices among which a search takes the best.
 
-    route: of ROUTES, or "auto".  kinds: of schedules.
-    shapes: the tiles; None for all whose planes can split the problem.
-    pairs: pairs of layouts (of queries, of keys) of the caller's ranks; None for those that "auto" allows.
-    fixed: whether the caller has said which rank holds which chunk of `pairs`.  Else stripes may be dealt out so that
-        the ranks of a chunk exchange among themselves.
+    route: of ROUTES, or "auto".  schedules: of SCHEDULES.
+    tiles: None for all whose planes can split the problem.
+    layout_pairs: layouts (of queries, of keys) of the caller's ranks; None for those that "auto" allows.
+    fixed: whether the caller has said which rank holds which chunk of these layouts.  Else stripes may be dealt out so
+        that the ranks of a chunk exchange among themselves.
     mesh_layout: kind of layout in which the mesh computes, a pair of layouts, or "auto": the caller's or, if that is
         given, also others that may balance the mask better.
     direction: a key of DIRECTIONS.
@@ -120,9 +125,9 @@ class SearchSpace:
     ranks: int
     machine: Machine = DEFAULT
     route: str = "direct"
-    kinds: Sequence[str] = SCHEDULES
-    shapes: Sequence[Tile] | None = None
-    pairs: Sequence[Pair] | None = None
+    schedules: Sequence[str] = SCHEDULES
+    tiles: Sequence[Tile] | None = None
+    layout_pairs: Sequence[Pair] | None = None
     fixed: bool = False
     mesh_layout: str | Pair = "auto"
     direction: str = "forward"
@@ -136,8 +141,8 @@ class SearchSpace:
         p, nodes = self.problem, self.nodes
         return replace(
             self,
-            shapes=self.shapes or every_tile(self.ranks, p.heads, p.kv_heads, p.batch),
-            pairs=self.pairs or layouts("auto", p, self.ranks, self.mask),
+            tiles=self.tiles or every_tile(self.ranks, p.heads, p.kv_heads, p.batch),
+            layout_pairs=self.layout_pairs or layouts("auto", p, self.ranks, self.mask),
             nodes=nodes_of(self.ranks, self.machine) if nodes is None else np.asarray(nodes),
             max_memory=memory_limit(self.max_memory),
             mask=self.mask or p.mask,

@@ -19,7 +19,7 @@ def _runs(layout):
 class Spans:
     """The keys that the queries of every run see, and the queries that see a key of every run.
 
-    The runs of the layouts are ranges of consecutive tokens.
+    The runs of the layouts are ranges of consecutive tokens: no layout is striped.
     """
 
     def __init__(self, mask, q_layout, k_layout):
@@ -28,9 +28,10 @@ class Spans:
         tokens = mask.unpadded
         q_start, q_stop = (ends.clip(tokens.start, tokens.stop) for ends in (q_start, q_stop))
         some_q, some_k = q_start < q_stop, k_start < k_stop
-        (lo, lo_of_last), (_, hi) = mask.seen_by(np.stack([q_start, q_stop - 1]).clip(0, max(mask.seqlen - 1, 0)))
-        self.nested = not lo_of_last[some_q].any()  # whether each query sees all that those before it see
-        first, after = mask.seeing(k_start, k_stop)
+        (lo, lo_of_last), (_, hi) = mask.keys_seen_by(np.stack([q_start, q_stop - 1]).clip(0, max(mask.seqlen - 1, 0)))
+        # whether each query sees all that those before it see: then the last of some runs sees what all of them see
+        self.nested = not lo_of_last[some_q].any()
+        first, after = mask.queries_seeing(k_start, k_stop)
         self.intervals = (
             (np.where(some_k, first, NONE), np.where(some_k, after, 0)),
             (np.where(some_q, lo, NONE), np.where(some_q, hi, 0)),
@@ -84,8 +85,9 @@ class Spans:
         some = starts < stops
         by_start = np.sort(starts[some])
         within = np.searchsorted(by_start, stop[:-1] - 1, "right") == np.searchsorted(by_start, start[1:], "right")
-        gaps = (start[1:] - stop[:-1])[within & (of[1:] == of[:-1])]
-        # those that the owner has: a group's tokens follow those of the group before
+        gaps = (start[1:] - stop[:-1])[within & (of[1:] == of[:-1])]  # inside a run they travel too
+        # What owners have of it does not travel.  One search finds it for all groups, if each group's tokens are moved
+        # so far that they follow those of the group before.
         far = stops.max(initial=0) + 1
         group = np.broadcast_to(own, starts.shape)[some]
         starts, stops = starts[some] + group * far, stops[some] + group * far

@@ -18,8 +18,11 @@ PACKING = 0.5  # share of a machine's edge that packing rows takes; the rest is 
 
 
 def _all_see(mask, q_layout, k_layout):
-    """Whether the last query of every chunk surely sees a key of every chunk: in stripes, as many in a row."""
-    if k_layout.kind != "striped":
+    """Whether the last query of every chunk surely sees a key of every chunk.
+
+    It does if keys are striped and it sees as many keys in a row as there are chunks.
+    """
+    if not k_layout.striped:
         return False
     starts, lengths, step = q_layout.all_ranges()
     last = np.sort(np.where(lengths > 0, starts + (lengths - 1) * step, 0).max(axis=0))
@@ -30,8 +33,9 @@ def _all_see(mask, q_layout, k_layout):
 class Work:
     """What a mask asks of two layouts, on any mesh.
 
-    pairs: those of `Pairs`, of all chunks.  seen: the most keys of a chunk that a query sees; with documents, the
-        mean number of keys that a query sees of all chunks.
+    counts: the `Pairs` of the layouts.  pairs: its table.
+    seen: the most keys of a chunk that a query sees; with documents, the mean number of keys that a query sees of all
+        chunks.
     lengths: tokens of every chunk of queries, and of keys.
     ordered: whether the keys of consecutive chunks follow one another.
     """
@@ -39,7 +43,7 @@ class Work:
     def __init__(self, mask, q_layout, k_layout):
         self.counts = Pairs(mask, q_layout, k_layout)
         self.seen = -(-mask.widest // max(tokens.step for tokens in k_layout.ranges(0)))
-        if self.counts.packed:
+        if mask.cuts is not None:
             self.seen = self.pairs.sum() / max(len(mask.unpadded), 1)
         self.lengths = np.array(q_layout.lengths), np.array(k_layout.lengths)
         self.ordered = k_layout.kind == "contiguous" or k_layout.chunks == 1
@@ -51,7 +55,7 @@ class Work:
     def spans(self):
         """The `Spans` of the tokens that travel; None where all or nothing of a chunk does."""
         q_layout, k_layout = self._layouts
-        striped = "striped" in (q_layout.kind, k_layout.kind)
+        striped = q_layout.striped or k_layout.striped
         whole = self._mask.full or striped or q_layout.chunks == 1 or not self.counts.any()
         return None if whole else Spans(self._mask, q_layout, k_layout)
 
@@ -103,7 +107,8 @@ def chunks_of(tile, column, ranks):
 @lru_cache(256)
 def _carried(kind, extent, route, collective):
     """What the hops of a kind carry: the arguments of `Load._moved`."""
-    # whom hop 2 carries tokens for besides those of hop 1 tells the route: see `Leg.users`
+    # Hops 1 and 2 show it for all: whether hop 2 also carries what the user of hop 1 needs, and hop 1 what the user of
+    # hop 2 needs (`Leg.users`).
     first, second = (leg_of(kind, hop, extent, route, collective).users for hop in (1, 2))
     return kind in IN_COLUMNS, second.start < 2, first.stop > 2, collective and not passed_on(route)
 
@@ -122,19 +127,20 @@ def edges(pairs, queries, keys, seen):
 class Load:
     """Work and transfers of every rank of a mesh.
 
-    work: the `Work` of its layouts.  The attribute `pairs` has its pairs by hops: (a, b, ranks).
+    work: the `Work` of its layouts.
+    The attribute `pairs` has the pairs of block (u, w) of every rank: (a, b, ranks).
     """
 
     def __init__(self, work, tile):
         self.lengths, self.ordered, self._work = work.lengths, work.ordered, work
         ranks = np.arange(tile.ranks)
         self.chunks = chunks_of(tile, False, ranks), chunks_of(tile, True, ranks)
-        self.pairs = work.pairs[self.chunks[0][:, None], self.chunks[1][None]]  # (a, b, ranks): of block (u, w)
+        self.pairs = work.pairs[self.chunks[0][:, None], self.chunks[1][None]]
         self._needed, self._tokens = Remembered(self._by_owner), Remembered(self._moved)
         self.timed_pairs, self.fused_pairs = Remembered(self._timed_pairs), Remembered(self._fused_pairs)
 
     @cached_property
-    def work(self):
+    def rank_pairs(self):
         """Number of pairs that each rank computes: int64 (ranks,)."""
         return self.pairs.sum(axis=(0, 1))
 
@@ -149,12 +155,12 @@ class Load:
 
     def _fused_pairs(self, edge):
         """As `timed_pairs`, of all blocks in one launch: (ranks,)."""
-        return self.work + edge * self._edges().max(axis=1).sum(axis=0)
+        return self.rank_pairs + edge * self._edges().max(axis=1).sum(axis=0)
 
     @property
     def balance(self):
-        """Maximum / mean of the ranks' work; 1 if there is none."""
-        return balance(self.work)
+        """Maximum / mean of `rank_pairs`; 1 if there are none."""
+        return balance(self.rank_pairs)
 
     def _by_owner(self, column):
         """The tokens [first, last) of each run of a chunk that ranks need: two arrays (runs, hops, chunks).
@@ -182,7 +188,7 @@ class Load:
     def _moved(self, column, earlier, later, together):
         """`moved`, of keys with `column`.
 
-        earlier, later: whether a hop carries what ranks of earlier hops need too, of later ones.
+        earlier, later: whether a hop also carries what the users of the hops before it need, of those after it.
         together: whether it carries one range of a chunk.
         """
         chunks, (first, last) = self.chunks[column], (ends[:, 1:] for ends in self._needed(column))
@@ -217,7 +223,7 @@ class Load:
         return tokens
 
 
-def balance(work):
+def balance(counts):
     """Maximum / mean of some numbers; 1 if they are all 0."""
-    work = np.asarray(work)
-    return float(work.max() * len(work) / work.sum()) if work.any() else 1.0
+    counts = np.asarray(counts)
+    return float(counts.max() * len(counts) / counts.sum()) if counts.any() else 1.0

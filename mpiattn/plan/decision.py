@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Decision:
-    """The choices for a `MeshAttention`, which the docs call a plan; the same on every rank.
+    """What was chosen for a plan (a `MeshAttention`) and what follows from it; the same on every rank.
 
     order: ranks of the caller's communicator, those of a node together; None for their own order.
     nodes: node of every rank in that order.
-    fastest: predicted seconds of the best choice without a memory limit, or of this choice if that is shorter.
+    fastest_seconds: predicted, of the best choice without a memory limit, or of this choice if that is shorter.
     mask: what queries were expected to see.
-    longest: predicted seconds of a call without documents, or of one with those expected if that is longer.
+    longest_seconds: predicted, of a call without documents, or of one with those expected if that is longer.
     """
 
     problem: Problem
@@ -43,14 +43,14 @@ class Decision:
     machine: Machine
     order: tuple[int, ...] | None
     nodes: list[int]
-    fastest: float
+    fastest_seconds: float
     overlap: bool
     mask: Mask
-    longest: float
+    longest_seconds: float
 
     @functools.cached_property
-    def of_mesh(self) -> Decision:
-        """The decision for one plane of the mesh as a caller of it would make it; itself if there is no regrouping."""
+    def plane(self) -> Decision:
+        """The decision for one plane, as if its ranks were a plan of their own; itself if there is no regrouping."""
         if self.regrouping is None:
             return self
         tile = self.choice.tile
@@ -59,7 +59,7 @@ class Decision:
             self,
             problem=plane_problem(self.problem, tile.h),
             choice=choice,
-            machine=planes.of_plane(self.machine, self.nodes, tile.h),
+            machine=planes.plane_machine(self.machine, self.nodes, tile.h),
             nodes=self.nodes[:: tile.h],
         )
 
@@ -76,23 +76,23 @@ class Decision:
         """Ranks of the caller's communicator in mesh order; None for their own order."""
         if self.choice.tile.h == 1:
             return self.order
-        places = planes.places(self.choice.tile)
-        return tuple(places if self.order is None else [self.order[place] for place in places])
+        by_node = planes.node_places(self.choice.tile)
+        return tuple(by_node if self.order is None else [self.order[place] for place in by_node])
 
     @functools.cached_property
     def layouts(self) -> tuple[Layout, Layout]:
         """The caller's layouts of queries and of keys, indexed by rank of the mesh."""
         c = self.choice
-        return c.layouts if c.tile.h == 1 else planes.reordered(c.layouts, planes.places(c.tile))
+        return c.layouts if c.tile.h == 1 else planes.reordered(c.layouts, planes.node_places(c.tile))
 
     def layouts_by_rank(self) -> tuple[Layout, Layout]:
         """The caller's layouts of queries and of keys, indexed by rank in the caller's communicator."""
         if self.order is None:
             return self.choice.layouts
-        places = [self.order.index(rank) for rank in range(len(self.order))]
-        return planes.reordered(self.choice.layouts, places)
+        by_rank = [self.order.index(rank) for rank in range(len(self.order))]
+        return planes.reordered(self.choice.layouts, by_rank)
 
-    def of_plane(self, activity: Activity, rank: int) -> Activity:
+    def plane_activity(self, activity: Activity, rank: int) -> Activity:
         """The activity of a call in the plane of a rank, which may have some sequences of the batch only."""
         return activity.of_sequences(self.sequences(rank))
 
@@ -103,7 +103,7 @@ class Decision:
     def schedule(self, direction: str = "forward") -> Schedule:
         """The schedule of a pass on a plane, made once."""
         if direction not in self._schedules:
-            self._schedules[direction] = self.of_mesh._schedule(direction)
+            self._schedules[direction] = self.plane._schedule(direction)
         return self._schedules[direction]
 
     @functools.cached_property
@@ -130,20 +130,20 @@ class Decision:
 
         What comes before and after it, regrouping, is not part of it.
         """
-        mesh, planes = self.of_mesh, self.choice.tile.h
-        load = Load(Work(mesh.mask, *mesh.choice.layouts), mesh.choice.tile)
-        of_plane = simulate(self.schedule(direction), mesh.problem, load, mesh.machine, mesh.nodes)
-        return of_plane if planes == 1 else of_plane.repeated(lambda times: np.tile(times, planes))
+        plane, count = self.plane, self.choice.tile.h
+        load = Load(Work(plane.mask, *plane.choice.layouts), plane.choice.tile)
+        timeline = simulate(self.schedule(direction), plane.problem, load, plane.machine, plane.nodes)
+        return timeline if count == 1 else timeline.repeated(lambda times: np.tile(times, count))
 
-    def formula(self, rank: int, direction: str, activity: Activity) -> int:
-        """Bytes that a rank of the mesh sends in a call."""
-        mesh, activity = self.of_mesh, self.of_plane(activity, rank)
+    def sent_bytes(self, rank: int, direction: str, activity: Activity) -> int:
+        """Bytes that a rank of the mesh sends in a call, by the formula of `schedule.travels`."""
+        plane, activity = self.plane, self.plane_activity(activity, rank)
         of_pass = travels.sent(
-            mesh.problem,
+            plane.problem,
             (activity.q_layout.lengths, activity.k_layout.lengths),
-            mesh.choice.tile,
-            rank % mesh.choice.tile.ranks,
-            mesh.choice.route,
+            plane.choice.tile,
+            rank % plane.choice.tile.ranks,
+            plane.choice.route,
             direction,
             activity,
             self.schedule(direction).collective,

@@ -33,12 +33,10 @@ class Described:
     schedule: Schedule
     q_layout: Layout
     k_layout: Layout
-    _plan: Decision
-    _layouts: tuple[Layout, Layout]  # by mesh rank
+    _decision: Decision
     _passes: RankPasses
     _backend: Backend
     _exchange: Exchange
-    _activity: Activity
     _home: Home | None
     _peers: Peers
 
@@ -55,37 +53,37 @@ class Described:
     @property
     def tile(self) -> Tile:
         """The `Tile`: tile.h planes, tile.a query chunks x tile.b KV chunks a rank.  str(tile) is "AxB" or "HxAxB"."""
-        return self._plan.choice.tile
+        return self._decision.choice.tile
 
     @property
     def mesh_layout(self) -> str:
         """Kind of the layout in which the mesh computes, of queries; that of `q_layout` unless tokens are regrouped."""
-        return self._plan.choice.mesh_layouts[0].kind
+        return self._decision.choice.mesh_layouts[0].kind
 
     @property
     def route(self) -> str:
         """The route of chunks between ranks: "direct" or "ring"."""
-        return self._plan.choice.route
+        return self._decision.choice.route
 
     @property
     def machine(self) -> Machine:
         """The `Machine` whose predicted times "auto" used."""
-        return self._plan.machine
+        return self._decision.machine
 
     @property
     def balance(self) -> float:
         """Load imbalance: the maximum over the mean of the ranks' (query, key) pairs, under the plan's own masks."""
-        return self._plan.choice.balance
+        return self._decision.choice.balance
 
     @property
     def predicted_seconds(self) -> float:
         """Predicted seconds of the passes of `direction` on `machine`."""
-        return self._plan.choice.seconds
+        return self._decision.choice.seconds
 
     @property
     def memory_cost(self) -> float:
         """Predicted slowdown due to max_memory: `predicted_seconds` over the time without the limit."""
-        return times_as_long(self._plan.choice.seconds, self._plan.fastest)
+        return times_as_long(self._decision.choice.seconds, self._decision.fastest_seconds)
 
     @property
     def backend(self) -> str:
@@ -139,7 +137,7 @@ class Described:
             On this rank only: direction is another one.
         """
         one_of("direction", direction, ("forward", "backward"))
-        return self._plan.formula(self._passes.mesh.rank, direction, activity or self._activity)
+        return self._decision.sent_bytes(self._passes.mesh.rank, direction, activity or self._decision.activity)
 
     def pairs(self, activity: Activity | None = None) -> float:
         """Attended (query, key) pairs of this rank's blocks, as a mean over all heads of the problem; not collective.
@@ -155,11 +153,11 @@ class Described:
             One of h planes computes 1/h of batch and heads, so its pairs count 1/h; an int if that is whole.  Where
             sequences have documents of their own, their pairs are added up.
         """
-        mesh, whole, planes = self._passes.mesh, activity or self._activity, self.tile.h
-        of_plane = self._plan.of_plane(whole, mesh.rank)
-        if self._plan.regrouping and of_plane is not whole:
-            planes = self._plan.regrouping.split[1]
-        pairs = of_plane.work(mesh.chunk)
+        mesh, whole, planes = self._passes.mesh, activity or self._decision.activity, self.tile.h
+        own = self._decision.plane_activity(whole, mesh.rank)
+        if self._decision.regrouping and own is not whole:
+            planes = self._decision.regrouping.split[1]
+        pairs = own.pairs(mesh.chunk)
         return pairs / planes if pairs % planes else pairs // planes
 
     def trace(self, direction: str = "forward") -> Timeline | None:
@@ -203,12 +201,12 @@ class Described:
             On this rank only: direction is another one.
         """
         one_of("direction", direction, ("forward", "backward"))
-        return self._plan.predicted(direction)
+        return self._decision.predicted(direction)
 
     @property
     def activity(self) -> Activity:
         """The blocks and transfers that the plan's own masks need (`mpiattn.schedule.needed.Activity`)."""
-        return self._activity
+        return self._decision.activity
 
     def activity_of(self, *, padding: bool = False, **of_documents: PerDocument) -> Activity:
         """The blocks and transfers that a call needs; kept for calls with the same documents.  Not collective.
@@ -232,10 +230,10 @@ class Described:
         wrong = unknown("activity_of", of_documents, DocumentArguments._fields)
         if wrong:
             raise wrong
-        return self._needed(DocumentArguments(**of_documents, padding=padding))
+        return self._activity_of(DocumentArguments(**of_documents, padding=padding))
 
-    def _needed(self, documents: DocumentArguments) -> Activity:
+    def _activity_of(self, documents: DocumentArguments) -> Activity:
         """As `activity_of`."""
         if documents.none:
-            return self._activity
-        return self._passes.calls.activity(documents.as_bytes(), lambda: documents.groups(self.problem))
+            return self._decision.activity
+        return self._passes.call_cache.activity(documents.as_bytes(), lambda: documents.groups(self.problem))

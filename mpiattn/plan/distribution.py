@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..comm.exchange import Exchange
     from ..comm.mesh import Mesh
     from ..problem.layout import Layout
+    from .decision import Decision
 
 
 class Distributed(Collective):
@@ -25,7 +26,7 @@ class Distributed(Collective):
 
     q_layout: Layout
     k_layout: Layout
-    _layouts: tuple[Layout, Layout]
+    _decision: Decision
     _mesh: Mesh
     _backend: Backend
     _exchange: Exchange
@@ -41,12 +42,12 @@ class Distributed(Collective):
     @property
     def positions(self) -> NDArray[np.int64]:
         """Positions in the sequence of this rank's query tokens: int64, increasing."""
-        return self._layouts[0].positions(self.chunk)
+        return self._decision.layouts[0].positions(self.chunk)
 
     @property
     def positions_k(self) -> NDArray[np.int64]:
         """Positions in the sequence of this rank's key and value tokens: int64, increasing."""
-        return self._layouts[1].positions(self.chunk)
+        return self._decision.layouts[1].positions(self.chunk)
 
     def owner(self, positions: ArrayLike, *, keys: bool = False) -> Any:
         """The rank that holds each of the given positions in the sequence; not collective.

@@ -160,27 +160,25 @@ class MeshAttention(Verified):
         timeout: float | None = None,
         expected_cu_seqlens: PerDocument = None,
     ) -> None:
-        self._asked = Asked.of(locals())  # all arguments: nothing else has a name yet
+        self._asked = Asked.of(locals())  # which are the arguments alone, at this point
         limit = time_limit(timeout)
         home = Home.enter(comm, limit)
         with self.making(home):
             peers = home.peers(limit)
-            self._plan, self._backend = settle(home, peers, self._asked)
-            self._mesh = home.mesh(peers, self._plan.choice.tile, self._plan.mesh_order)
+            self._decision, self._backend = settle(home, peers, self._asked)
+            self._mesh = home.mesh(peers, self._decision.choice.tile, self._decision.mesh_order)
             with agreement(peers):  # out of memory on one rank must not hang the others
                 self._prepare(home)
             self._join(home, self._exchange.peers)
 
     def _prepare(self, home: Home) -> None:
         options = self._asked.options
-        self.problem, self.schedule = self._plan.problem, self._plan.schedule()
-        self._layouts = self._plan.layouts  # by mesh rank
-        self.q_layout, self.k_layout = self._plan.layouts_by_rank()
-        peers = home.peers(time_limit(options.timeout, self._plan.longest))
+        self.problem, self.schedule = self._decision.problem, self._decision.schedule()
+        self.q_layout, self.k_layout = self._decision.layouts_by_rank()
+        peers = home.peers(time_limit(options.timeout, self._decision.longest_seconds))
         peers.idle = self._backend.idle
         self._exchange = Exchange(peers, options.max_message)
-        self._activity = self._plan.activity
-        self._passes = RankPasses(self._plan, self._mesh, self._backend, self._exchange)
+        self._passes = RankPasses(self._decision, self._mesh, self._backend, self._exchange)
         self._arguments = arguments_of(self.problem, self._passes.tokens, self._backend)
 
     @refusing("like", of_call("like"))
@@ -211,7 +209,7 @@ class MeshAttention(Verified):
         with self.call("like") as call, call.agreement() as same:
             same |= {"seqlen": seqlen, "seqlen_k": seqlen_k}
             other._asked = self._asked.of_lengths(seqlen, seqlen_k)
-            other._plan, other._mesh = resized(self._plan, other._asked), self._mesh
+            other._decision, other._mesh = resized(self._decision, other._asked), self._mesh
             other._backend = another(self._backend, self._peers.rank, home.nodes)
             other._prepare(home)
             same["schedule"] = other.schedule  # built separately on every rank
@@ -288,7 +286,7 @@ class MeshAttention(Verified):
             with call.agreement(check) as same:
                 inputs, sinks = self._arguments.checked(q=q, k=k, v=v), self._arguments.sinks(sinks)
                 results = self._arguments.results({"out": out, "lse": lse}, {**inputs, "sinks": sinks})
-                activity = self._needed(documents)
+                activity = self._activity_of(documents)
                 same |= compared(activity, sinks)
                 prepared = self._passes.prepare("forward", inputs, activity, results.arrays(q))
             self._passes.run(prepared, sinks, progress)
@@ -354,7 +352,7 @@ class MeshAttention(Verified):
                 rows = self._arguments.checked(lse=lse, **({} if dlse is None else {"dlse": dlse}))
                 sinks = self._arguments.sinks(sinks)
                 results = self._arguments.results({"dq": dq, "dk": dk, "dv": dv}, {**inputs, **rows, "sinks": sinks})
-                activity = self._needed(documents)
+                activity = self._activity_of(documents)
                 same |= compared(activity, sinks, self._backend.dlse_on_all and dlse is not None)
                 prepared = self._passes.prepare("backward", {**inputs, **rows}, activity, results.arrays(q))
             dsinks = self._passes.run(prepared, sinks, progress)
@@ -377,7 +375,7 @@ class MeshAttention(Verified):
             self._passes = self._passes.released()
 
     def drop(self) -> None:
-        """Free what is this rank's own, for modules of this package: `close` is collective, and frees all."""
+        """Free this rank's memory without the other ranks, unlike `close`; for mpiattn itself."""
         self._backend.close()
         self._exchange.close()
         super().drop()

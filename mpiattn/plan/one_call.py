@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import backends
 from ..arguments.documents import DocumentArguments
-from ..arguments.keywords import arguments_of, unknown
+from ..arguments.keywords import names_of_arguments, unknown
 from ..arguments.untraced import untraced
 from ..comm.agreement import agreement, digest_of
 from ..comm.available import agreed_backend
@@ -36,7 +36,7 @@ KEPT_PLANS, KEPT_PLAN_BYTES = 4, 2**24
 # Of a plan, `attention` takes the options that its arrays do not say.
 OF_ARRAYS = ("seqlen", "heads", "head_dim", "batch", "kv_heads", "dtype", "seqlen_k", "shared_kv")
 ARGUMENTS = (
-    "q", "k", "v", *(name for name in arguments_of("MeshAttention") if name not in OF_ARRAYS), "verify", *OF_CALL
+    "q", "k", "v", *(name for name in names_of_arguments("MeshAttention") if name not in OF_ARRAYS), "verify", *OF_CALL
 )  # fmt: skip
 
 

@@ -66,13 +66,13 @@ class Options:
         )
 
     def unchecked(self) -> CheckedOptions:
-        """The same, for a caller that replaces what `checked` would."""
+        """The same values, not checked: for a caller that puts checked ones in their place."""
         return CheckedOptions(**vars(self))
 
 
 @dataclass(frozen=True)
 class CheckedOptions(Options):
-    """Options as values: of tile and layout, numbers of bytes, cuts of documents.
+    """Options with values in place of what callers may write: a `Tile`, numbers of bytes, cuts of documents.
 
     layout: pairs of `Layout` to choose from.  fixed: whether the caller says which rank holds which chunk.
     """
@@ -81,7 +81,7 @@ class CheckedOptions(Options):
 
 
 class Asked(NamedTuple):
-    """What a plan is made of, as the caller gives it.  problem: keywords of `Problem`."""
+    """The caller's arguments of `MeshAttention`, not checked.  problem: keywords of `Problem`."""
 
     problem: dict[str, Any]
     options: Options

@@ -14,7 +14,6 @@ from ..engine.identity import Identity
 from ..engine.passes import PASSES
 from ..engine.pool import Pool
 from ..engine.regroup import Regroup
-from ..schedule.kinds import GATHERED, KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,12 +23,6 @@ if TYPE_CHECKING:
     from ..comm.mesh import Mesh
     from ..schedule.needed import Activity
     from .decision import Decision
-
-# Of a pass, the arguments that are chunks of queries, and those that are chunks of keys.
-OF_CHUNKS = {
-    direction: [[array.argument for array in kinds[name].arrays] for name in GATHERED]
-    for direction, kinds in KINDS.items()
-}
 
 
 class Prepared(NamedTuple):
@@ -51,33 +44,35 @@ class RankPasses:
 
     mesh: the `Mesh`; its plane runs the passes.
     executors: {direction: executor}; that of "backward" is made with the first backward pass.
-    pool: the memory of the buffers of both.  calls: what is kept for calls.
+    pool: the memory of the buffers of both.  call_cache: the `CallCache` of this rank.
     tokens: number of the caller's query tokens on this rank, and of its key tokens.
     """
 
-    def __init__(self, plan: Decision, mesh: Mesh, backend: Backend, exchange: Exchange) -> None:
-        self._plan, self.mesh, self._backend, self._exchange = plan, mesh, backend, exchange
-        self._plane = plan.of_mesh.problem
-        q_layout, k_layout = plan.layouts
+    def __init__(self, decision: Decision, mesh: Mesh, backend: Backend, exchange: Exchange) -> None:
+        self._decision, self.mesh, self._backend, self._exchange = decision, mesh, backend, exchange
+        self._plane_problem = decision.plane.problem
+        q_layout, k_layout = decision.layouts
         self.tokens = q_layout.length(mesh.rank), k_layout.length(mesh.rank)
-        self.calls = CallCache(backend, plan.activity, plan.sequences(mesh.rank))
+        self.call_cache = CallCache(backend, decision.activity, decision.sequences(mesh.rank))
         self.pool = Pool(backend)
         self.executors: dict[str, Executor] = {}
         self._scratch_bytes = self._released_bytes = 0
-        self._way: Identity | Regroup
-        if plan.regrouping is None:
-            self._way = Identity(plan.problem, self.tokens, mesh, backend)
+        self._way: Identity | Regroup  # from the caller's arrays to the mesh, and back to results
+        if decision.regrouping is None:
+            self._way = Identity(decision.problem, self.tokens, mesh, backend)
         else:
-            self._way = Regroup(plan.regrouping, self.tokens, mesh, backend, exchange)
+            self._way = Regroup(decision.regrouping, self.tokens, mesh, backend, exchange)
         self.executor("forward")
 
     def executor(self, direction: str) -> Executor:
         """The executor of a direction, made by its first pass."""
         if direction not in self.executors:
-            p, steps = self._plane, self._plan.rank_steps(direction, self.mesh.chunk)
-            self.calls.own.know(steps)
+            p, steps = self._plane_problem, self._decision.rank_steps(direction, self.mesh.chunk)
+            self.call_cache.without_documents.adopt(steps)
             computation = PASSES[direction](p, self._backend)
-            executor = Executor(self.mesh, steps.schedule, computation, self._exchange, self.calls.own, self.pool)
+            executor = Executor(
+                self.mesh, steps.schedule, computation, self._exchange, self.call_cache.without_documents, self.pool
+            )
             backward = direction == "backward"
             self._scratch_bytes += self._backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype, backward, p.shared_kv)
             self.executors[direction] = executor
@@ -99,7 +94,7 @@ class RankPasses:
         arrays: the arguments by name, without v if keys hold it.  results: where the pass will write, as of `Prepared`.
         """
         executor, accumulators = self.executor(direction), self._way.accumulators(direction, results)
-        executor.prepare(self.calls.calls(activity), accumulators)
+        executor.prepare(self.call_cache.alike(activity), accumulators)
         return Prepared(executor, self._way.prepare(direction, arrays), accumulators, results)
 
     def run(self, prepared: Prepared, sinks: Array | None, progress: Callable[[float], object] | None) -> Array | None:
@@ -111,11 +106,11 @@ class RankPasses:
         direction = executor.schedule.direction
         self._backend.begin()
         chunks, q_ready, coming = self._way.take(executor.schedule, arrays)
-        queries, keys = ([chunks[name] for name in names if name in chunks] for names in OF_CHUNKS[direction])
+        queries, keys = ([chunks[name] for name in names] for names in executor.computation.inputs)
         partials = executor.run(queries, keys, accumulators, progress, q_ready, coming)
         if sinks is not None and direction == "forward":
             out, lse = partials["O"]
-            self._backend.sink(out, lse, self._of_plane(sinks))
+            self._backend.sink(out, lse, self._plane_sinks(sinks))
         self._way.give(direction, partials, accumulators, results)
         dsinks = self._sink_gradient(sinks, chunks) if sinks is not None and direction == "backward" else None
         self._backend.finish()
@@ -124,23 +119,24 @@ class RankPasses:
             self._backend.forget(array)
         return dsinks
 
-    def _of_plane(self, sinks: Array) -> Array:
+    def _plane_sinks(self, sinks: Array) -> Array:
         """The sinks of the heads that this rank computes, for each of its sequences."""
         return self._backend.contiguous(np.tile(sinks[self._way.heads], self._way.sequences))
 
     def _sink_gradient(self, sinks: Array, chunks: dict[str, Array]) -> Array:
         """This rank's part of dsinks, of all heads."""
-        dsinks = self._backend.empty((self._plane.batch * self._plane.heads,), self._plane.partial_dtype)
-        event = self._backend.sink_gradient(dsinks, self._of_plane(sinks), chunks["lse"], chunks["delta"])
+        p = self._plane_problem
+        dsinks = self._backend.empty((p.batch * p.heads,), p.partial_dtype)
+        event = self._backend.sink_gradient(dsinks, self._plane_sinks(sinks), chunks["lse"], chunks["delta"])
         self._backend.wait(event)
         of_heads = on_host(dsinks).reshape(self._way.sequences, -1).sum(axis=0)
-        whole = np.zeros(self._plan.problem.heads, of_heads.dtype)
+        whole = np.zeros(self._decision.problem.heads, of_heads.dtype)
         whole[self._way.heads] = of_heads
         return whole
 
     def released(self) -> RankPasses:
         """A copy without memory; `self` stays whole, as MPI may use it after a failure."""
         rest: Any = copy.copy(self)
-        rest._released_bytes, rest.calls = self.nbytes, self.calls.released()
+        rest._released_bytes, rest.call_cache = self.nbytes, self.call_cache.released()
         rest.executors, rest.pool, rest._way = {}, None, None
         return rest

@@ -1,4 +1,4 @@
-"""The first step of making a plan: ranks agree on the problem and choose tile, layout, schedule and route."""
+"""Decisions: ranks agree on the problem, and rank 0 chooses tile, layout, schedule and route for all."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING
 from ..arguments.keywords import for_record
 from ..comm.agreement import AsGiven, agreement, from_rank_0
 from ..comm.transport import make_backend
-from ..model import cost, search
-from ..model.space import SearchSpace
+from ..model import search
+from ..model.space import SearchSpace, allowed_schedules
 from ..model.tuned import machine_for
 from ..problem.problem import Problem
 from .decision import Decision
 from .options import Options
 
 REMEMBERED = 64  # choices of a process, and plans made from them
-NO_CHOICE = ("backend", "transport", "max_message", "machine", "timeout")  # options on which the choice does not depend
+# options on which the choice does not depend, or only by the machine that is found for them
+NOT_CHOSEN_BY = ("backend", "transport", "max_message", "machine", "timeout")
 
 if TYPE_CHECKING:
     from ..backends.base import Backend
@@ -51,7 +52,7 @@ def settle(home: Home, peers: Peers, asked: Asked) -> tuple[Decision, Backend]:
         machine = machine_for(home.nodes, backend, problem.head_dim, given.machine)
         if backend.emulated_flops:
             machine = machine.paced(backend.emulated_flops)
-        return _chosen(problem, checked, machine, order, nodes)
+        return _remembered_choice(problem, checked, machine, order, nodes)
 
     # on rank 0 only: time and memory grow with the square of the ranks
     return _decision_of(from_rank_0(peers, choose)), backend
@@ -60,11 +61,11 @@ def settle(home: Home, peers: Peers, asked: Asked) -> tuple[Decision, Backend]:
 _CHOSEN: OrderedDict[str, bytes] = OrderedDict()  # pickled plans by what they were chosen for, the oldest first
 
 
-def _chosen(
+def _remembered_choice(
     problem: Problem, checked: CheckedOptions, machine: Machine, order: tuple[int, ...] | None, nodes: list[int]
 ) -> bytes:
-    """The Decision of `_choose`, pickled; remembered, since programs make the same plan again."""
-    options = [value for name, value in vars(checked).items() if name not in NO_CHOICE]
+    """The Decision of `_choose`, pickled.  It is remembered, because programs make the same plan again."""
+    options = [value for name, value in vars(checked).items() if name not in NOT_CHOSEN_BY]
     asked_for = repr((problem, options, machine, order, nodes))
     chosen = _CHOSEN.get(asked_for)
     if chosen is None:
@@ -90,9 +91,9 @@ def _choose(
         len(nodes),
         machine,
         route=checked.route,
-        kinds=cost.SCHEDULES if checked.schedule == "auto" else (checked.schedule,),
-        shapes=checked.tile and [checked.tile],
-        pairs=checked.layout,
+        schedules=allowed_schedules(checked.schedule),
+        tiles=checked.tile and [checked.tile],
+        layout_pairs=checked.layout,
         fixed=checked.fixed,
         mesh_layout=checked.mesh_layout,
         direction=checked.direction,
@@ -108,11 +109,11 @@ def _choose(
     return Decision(problem, best, machine, order, nodes, fastest, checked.overlap, mask, longest)
 
 
-def resized(plan: Decision, asked: Asked) -> Decision:
+def resized(decision: Decision, asked: Asked) -> Decision:
     """A Decision with the same choices for another problem, without a search; not collective.  Raises ArgumentError."""
-    problem, chosen = Problem(**asked.problem), plan.choice
+    problem, chosen = Problem(**asked.problem), decision.choice
 
-    def longer(layouts: tuple[Layout, Layout]) -> tuple[Layout, ...]:
+    def of_new_lengths(layouts: tuple[Layout, Layout]) -> tuple[Layout, ...]:
         return tuple(
             replace(layout, seqlen=tokens) for layout, tokens in zip(layouts, (problem.seqlen, problem.seqlen_k))
         )
@@ -120,11 +121,11 @@ def resized(plan: Decision, asked: Asked) -> Decision:
     checked = replace(
         asked.options.unchecked(),
         tile=chosen.tile,
-        layout=[longer(chosen.layouts)],
-        mesh_layout=longer(chosen.mesh_layouts),
+        layout=[of_new_lengths(chosen.layouts)],
+        mesh_layout=of_new_lengths(chosen.mesh_layouts),
         fixed=True,
         schedule=chosen.schedule,
         route=chosen.route,
         expected_cu_seqlens=None,
     )
-    return _choose(problem, checked, plan.machine, plan.order, plan.nodes)
+    return _choose(problem, checked, decision.machine, decision.order, decision.nodes)

@@ -116,7 +116,7 @@ class Verified(Described, Distributed):
                 given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, **_of_gradients(dout, dlse, grads, sinks)}
                 arrays = self._on_host(given)
                 scores = self._arguments.sinks(detached(sinks))
-                same |= compared(self._needed(documents), scores)
+                same |= compared(self._activity_of(documents), scores)
                 same |= {"samples": samples, "seed": seed, "number of grads": None if grads is None else len(grads)}
             layouts = self.q_layout, self.k_layout
             result = verify(call.peers, self.problem, layouts, arrays, documents.for_reference(), scores, samples, seed)

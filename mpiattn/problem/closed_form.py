@@ -22,7 +22,7 @@ KNOWN = ("seqlen", "seqlen_k", "causal", "window", "prefix")  # fields of `Mask`
 
 
 def _below(m: IntArray, length: IntArray) -> IntArray:
-    """The sum of clip(x, 0, length) over all integers x < m."""
+    """The sum of clip(x, 0, length) over all integers x < m, in closed form."""
     m = np.maximum(m, 0)
     ramp = np.minimum(m, length + 1)
     return ramp * (ramp - 1) // 2 + (m - ramp) * length
@@ -64,20 +64,20 @@ def _seen_to_the_right(mask: Any, queries: Ranges, keys: Ranges, at: At) -> IntA
         if right is None:
             return queries.lengths[q] * keys.lengths[k]
         return _seen(queries, keys, diagonal + right + 1, at)
-    # Queries before `full` see the part of the prefix inside the window.  Those from `full` to `own` see the whole
-    # prefix.  Later ones see up to the diagonal.
-    own = mask.prefix - diagonal - 1
-    full = 0 if right is None else max(own - right, 0)
-    total = _seen(queries.between(max(own, 0), mask.seqlen) if own > 0 else queries, keys, diagonal + 1, at)
-    if own > 0:
-        total += queries.between(full, own).lengths[q] * keys.before([mask.prefix])[0][k]
-    if full:
-        total += _seen(queries.between(0, full), keys, diagonal + right + 1, at)
+    # Queries before `whole` see the part of the prefix inside the window.  Those from `whole` to `past` see the whole
+    # prefix.  Those from `past` on see up to the diagonal.
+    past = mask.prefix - diagonal - 1
+    whole = 0 if right is None else max(past - right, 0)
+    total = _seen(queries.between(max(past, 0), mask.seqlen) if past > 0 else queries, keys, diagonal + 1, at)
+    if past > 0:
+        total += queries.between(whole, past).lengths[q] * keys.before([mask.prefix])[0][k]
+    if whole:
+        total += _seen(queries.between(0, whole), keys, diagonal + right + 1, at)
     return total
 
 
-def seeing(mask: Any, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
-    """As `Mask.seeing`."""
+def queries_seeing(mask: Any, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
+    """As `Mask.queries_seeing`."""
     diagonal, (left, right) = mask.seqlen_k - mask.seqlen, mask.window
     first, end = np.zeros_like(starts), np.full_like(stops, mask.seqlen)
     if mask.causal:

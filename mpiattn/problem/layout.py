@@ -116,6 +116,16 @@ class Layout:
                 f"{self.chunks} numbers from 0, one a chunk, whose sum is seqlen, {self.seqlen}"
             )
 
+    @property
+    def striped(self) -> bool:
+        """Whether the tokens of a chunk alternate with those of the others; else they are runs of consecutive tokens.
+
+        Returns
+        -------
+        bool
+        """
+        return self.kind == "striped"
+
     def __hash__(self) -> int:
         return self._hash
 
@@ -149,7 +159,7 @@ class Layout:
 
     def _of_number(self, chunk: int) -> tuple[range, ...]:
         """The tokens of the chunk of this number, before `order`."""
-        if self.kind == "striped":
+        if self.striped:
             return (range(chunk, max(chunk, self.seqlen), self.chunks),)
         if self.kind == "zigzag":
             pieces = 2 * self.chunks
@@ -174,7 +184,7 @@ class Layout:
     @cached_property
     def _all_ranges(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
         chunks = np.arange(self.chunks) if self.order is None else np.array(self.order)
-        if self.kind == "striped":
+        if self.striped:
             return chunks[None], -(-(self.seqlen - chunks[None]).clip(0) // self.chunks), self.chunks
         numbers, lengths = self.pieces
         return (np.cumsum(lengths) - lengths)[numbers], lengths[numbers], 1
@@ -261,7 +271,7 @@ class Layout:
                 f"positions are from {positions.min()} to {positions.max()}; they must be from 0 to {self.seqlen - 1}"
             )
         positions = positions.astype(np.int64)
-        if self.kind != "striped":
+        if not self.striped:
             cuts, chunks = self.owners
             return chunks[np.searchsorted(cuts[1:], positions, side="right")]
         chunk = positions % self.chunks

@@ -29,8 +29,8 @@ prefix, and may be causal or not.  Tokens in no document are padding and see not
 of these masks allow, and any combination leaves one interval of keys.
 
 What a query sees stands in `Mask.rule` alone.  Everything else asks the rule about some queries: of long sequences only
-about a few, because both ends of the interval move on from query to query.  `problem.closed_form` is quicker at that
-for some masks, and left aside for a mask that it does not know.
+about a few, because neither end of the interval moves back from query to query.  `problem.closed_form` answers faster
+for some masks, and is not asked about a mask that it does not know.
 
 Positions inside a chunk increase under every layout.  The interval is therefore one interval [begin, end) of the
 chunk's local columns.  Kernels take only these two integers per row; they know neither masks nor layouts.  The more
@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from .closed_form import KNOWN, Ranges, block_pairs, seeing
+from .closed_form import KNOWN, Ranges, block_pairs, queries_seeing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,15 +53,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 PIECE = 2**15  # queries looked at at a time: their intervals stay in cache
-FEW = 4  # ranges of keys up to which arithmetic is faster than a search
-CLOSED = 2**31  # tokens from which on products of the closed form do not fit an int64
-MANY = 64  # documents from which on it pays to leave out those of other queries first
+FEW_RANGES = 4  # of keys, up to which arithmetic is faster than a search
+OVERFLOWING = 2**31  # tokens from which on products of the closed form do not fit an int64
+MANY_DOCUMENTS = 64  # from which on it pays to leave out those of other queries first
 SAMPLE = 2**10  # queries that stand for all
-PARTS = 8  # in which a search cuts what is left
+SEARCH_PARTS = 8  # in which a search cuts the queries that are left
 
 IntArray: TypeAlias = "NDArray[np.integer]"
 Window: TypeAlias = tuple[int | None, int | None]
-Place: TypeAlias = "Callable[[IntArray], IntArray]"
+ToColumns: TypeAlias = "Callable[[IntArray], IntArray]"  # from positions of keys to columns of a chunk
 
 
 class Group(NamedTuple):
@@ -204,16 +204,18 @@ class Mask:
     def widest(self) -> int:
         """About the most keys that a query of the second half of the sequence sees.
 
-        In the first half, the queries of a window see less at times and those of a prefix more.
+        The first half would not tell what most queries see: a window is cut short at its begin, and a prefix lets the
+        first queries see more keys than they are.
         """
         lo, hi = self.key_interval(_sample(self.seqlen // 2, self.seqlen))
         return int((hi - lo).max(initial=0))
 
     @cached_property
     def opens_ahead(self) -> bool:
-        """Whether keys are hidden, but all along the sequence some after the diagonal are seen: by a window.
+        """Whether a window shows every query some keys after its diagonal, but not all keys.
 
-        The last key that a query sees, taken as a query, then sees further.  That of a block or a prefix does not.
+        Such a window moves on with the query: the query whose diagonal is the last key that another one sees, sees
+        further than that one.  With a prefix or causal blocks it does not.
         """
         shift = self.seqlen_k - self.seqlen
         if self.full:
@@ -225,35 +227,35 @@ class Mask:
         return len(queries) > 0 and bool(further.all())
 
     def key_interval(
-        self, positions: IntArray, documents: Sequence[Group] | None = None, place: Place | None = None
+        self, positions: IntArray, documents: Sequence[Group] | None = None, to_columns: ToColumns | None = None
     ) -> tuple[IntArray, IntArray]:
         """Keys [lo, hi) that the queries at `positions` see: two int64 arrays (groups, queries).
 
         positions: increasing, or the same twice.
         documents: the `Group`s from `mpiattn.problem.documents.documents`; None for the sequence as one document.
-        place: from `columns_of`, to return columns, int32, in place of positions; None for positions.
+        to_columns: of `columns_of`: the result is then columns of that chunk, int32.  None for positions.
         """
         groups = documents or self._whole
         shape = len(groups), len(positions)
-        lo, hi = (np.zeros(shape, np.int32 if place else np.int64) for _ in range(2))
+        lo, hi = (np.zeros(shape, np.int32 if to_columns else np.int64) for _ in range(2))
         for row, group in enumerate(groups):
-            self._interval(positions, group, place or _itself, lo[row], hi[row])
+            self._interval(positions, group, to_columns or _itself, lo[row], hi[row])
         return lo, hi
 
-    def seen_by(self, queries: IntArray) -> IntArray:
-        """The keys [lo, hi) that queries see, which may be in any order: int64 (2, ...), the rest of their shape."""
+    def keys_seen_by(self, queries: IntArray) -> IntArray:
+        """As `key_interval` without documents, of queries in any order: (lo, hi), int64 (2, *shape of queries)."""
         order = np.argsort(queries, axis=None, kind="stable")  # fast where most are in order
         ends = np.empty((2, queries.size), np.int64)
         ends[:, order] = np.concatenate(self.key_interval(queries.ravel()[order]))
         return ends.reshape(2, *queries.shape)
 
     def reach(self, cuts: IntArray, documents: Sequence[Group] | None = None) -> tuple[IntArray, IntArray, IntArray]:
-        """Keys [lo, hi) that some query of a document and a piece of the sequence sees, and the number of the piece.
+        """The keys that pieces of the sequence see: of every document and piece that share queries, what these see.
 
-        Both ends move on from query to query by no more than a query sees, so that no key between them is left out.
+        By the two rules of `rule` it is one interval, from what the first of these queries sees to what the last does.
 
         cuts: where the pieces begin, which follow one another, and where the last ends.
-        Returns three arrays with an element for every document and piece that have queries in common.
+        Returns lo, hi and the number of the piece: three arrays with an element for every document and piece.
         """
         ends: list[tuple[IntArray, IntArray, IntArray]] = []
         for group in documents or self._whole:
@@ -270,12 +272,12 @@ class Mask:
         lo, end, piece = ends[0] if len(ends) == 1 else (np.concatenate(arrays) for arrays in zip(*ends))
         return lo, end, piece
 
-    def _interval(self, positions: IntArray, group: Group, place: Place, lo: IntArray, hi: IntArray) -> None:
+    def _interval(self, positions: IntArray, group: Group, convert: ToColumns, lo: IntArray, hi: IntArray) -> None:
         """Write the keys that queries see to `lo` and `hi`, which are 0; padding before and after documents stays 0.
 
-        place: turns positions into what is written, in the same order.
+        convert: from positions to what is written: columns, or the positions themselves.
         """
-        if len(positions) and len(group.q_cuts) > MANY:  # leave out documents before and after these queries
+        if len(positions) and len(group.q_cuts) > MANY_DOCUMENTS:  # leave out documents before and after these queries
             first, last = group.q_cuts.searchsorted([positions[0], positions[-1]], "right").tolist()
             first = max(first - 1, 0)
             cuts, values = slice(first, last + 1), slice(first, last)
@@ -289,29 +291,31 @@ class Mask:
         inside = slice(begins[0], begins[-1])
         queries = Queries(positions[inside], group, np.diff(begins))
         lo, hi = lo[inside], hi[inside]
-        lo[:], hi[:] = (queries.each(place(ends)) for ends in (group.k_cuts[:-1], group.k_cuts[1:]))
+        lo[:], hi[:] = (queries.each(convert(ends)) for ends in (group.k_cuts[:-1], group.k_cuts[1:]))
         begin, end = self.rule(queries)
         if begin is not None:
-            np.maximum(lo, place(begin), out=lo)
+            np.maximum(lo, convert(begin), out=lo)
         if end is not None:
-            np.minimum(hi, place(end), out=hi)
+            np.minimum(hi, convert(end), out=hi)
         if begin is not None or end is not None:
             np.maximum(lo, hi, out=hi)
 
-    def seeing(self, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
-        """The first query whose keys end after each start, and the first whose keys begin at each stop or after it.
+    def queries_seeing(self, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
+        """The queries [first, end) that see a key of each range of keys [start, stop).
 
-        starts, stops: of ranges of keys.
-        Returns two int64 arrays of their shape.  Where no query does: the end of the queries that are not padding.
+        `first` is the first query whose keys end after the start, `end` the first whose keys begin at the stop or after
+        it; where there is none, the end of the queries that are not padding.  Queries that see no key may lie between.
+
+        Returns two int64 arrays of the shape of starts and stops.
         """
         if self.closed_form:
-            return seeing(self, starts, stops)
+            return queries_seeing(self, starts, stops)
         keys, end = np.stack([starts + 1, stops]), self.unpadded.stop
         low, high = np.zeros_like(keys), np.full_like(keys, end)
-        parts = np.arange(PARTS).reshape(-1, *[1] * keys.ndim)
+        parts = np.arange(SEARCH_PARTS).reshape(-1, *[1] * keys.ndim)
         while (low < high).any():
-            queries = low + (high - low) * parts // PARTS  # the same looks at many queries as at one
-            lo, hi = self.seen_by(np.minimum(queries, end - 1))
+            queries = low + (high - low) * parts // SEARCH_PARTS  # at so many at once: a look costs a call
+            lo, hi = self.keys_seen_by(np.minimum(queries, end - 1))
             reached = (np.stack([hi[:, 0], lo[:, 1]], axis=1) >= keys) | (low >= high)
             low = np.where(reached, low, queries + 1).max(axis=0)
             high = np.where(reached, queries, high).min(axis=0)
@@ -319,7 +323,7 @@ class Mask:
 
     def pairs(self, documents: Sequence[Group] | None = None) -> int:
         """Number of attended (query, key) pairs, summed over the groups of documents."""
-        if self.closed_form and documents is None and max(self.seqlen, self.seqlen_k) < CLOSED:
+        if self.closed_form and documents is None and max(self.seqlen, self.seqlen_k) < OVERFLOWING:
             first = np.zeros(1, np.int64)
             queries, keys = (Ranges(first, np.array([count]), 1) for count in (self.seqlen, self.seqlen_k))
             return int(block_pairs(self, [queries], [keys], (first, first))[0])
@@ -330,15 +334,15 @@ class Mask:
         return total
 
 
-FIELDS = tuple(name for name in Mask.__dataclass_fields__ if name != "cuts")  # which a `Problem` has too
+MASK_FIELDS = tuple(name for name in Mask.__dataclass_fields__ if name != "cuts")  # those that a `Problem` has too
 
 
-def columns_of(keys: Sequence[range] | IntArray) -> Place:
-    """The columns of a chunk as `place` of `Mask.key_interval`: how many of its keys come before each position, int32.
+def columns_of(keys: Sequence[range] | IntArray) -> ToColumns:
+    """A function from positions to columns of a chunk: how many of its keys come before each position, int32.
 
     keys: positions of the chunk's keys, increasing: an array, or ranges one after another.
     """
-    if not isinstance(keys, np.ndarray) and len(keys) > FEW:
+    if not isinstance(keys, np.ndarray) and len(keys) > FEW_RANGES:
         keys = np.concatenate([np.arange(t.start, t.stop, t.step) for t in keys])
 
     def before(positions: IntArray) -> IntArray:

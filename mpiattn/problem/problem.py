@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..system.closest import of_choices
-from .mask import FIELDS, Mask, Window
+from .mask import MASK_FIELDS, Mask, Window
 from .values import truth, whole_number
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -206,8 +206,8 @@ class Problem:
         return f"batch {self.batch}, {tokens}, {heads} x {dims}, {self.dtype}, {self.mask}"
 
     @cached_property
-    def token(self) -> "Problem":
-        """A problem without tokens and mask, the same for all lengths: what is made of it serves other lengths too."""
+    def without_tokens(self) -> "Problem":
+        """The problem without tokens and mask: what is cached by it, such as bytes a token, serves all lengths."""
         return _without_tokens(
             self.heads,
             self.head_dim,
@@ -222,7 +222,7 @@ class Problem:
     @cached_property
     def mask(self) -> Mask:
         """The `Mask`: the keys that each query sees."""
-        return Mask(**{name: getattr(self, name) for name in FIELDS})
+        return Mask(**{name: getattr(self, name) for name in MASK_FIELDS})
 
     def mask_of(self, cuts: tuple[int, ...] | None) -> Mask:
         """The mask of a call with documents; without cuts, that of a call without.  cuts: as of `Mask`."""

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
     from ..problem.problem import Problem
 
-# The shape of a token and its dtype.
-Held: TypeAlias = "tuple[tuple[int, ...], str]"
+TokenArray: TypeAlias = "tuple[tuple[int, ...], str]"  # the shape of a token, and its dtype
 
 
 class Array(NamedTuple):
@@ -42,16 +41,16 @@ class Array(NamedTuple):
         rows = problem.batch * getattr(problem, self.heads)
         return (rows, getattr(problem, self.dim)) if self.dim else (rows,)
 
-    def held(self, problem: Problem) -> Held:
+    def held(self, problem: Problem) -> TokenArray:
         """Shape of a token and dtype in memory."""
         return self.shape(problem), getattr(problem, self.dtype)
 
-    def travelling(self, problem: Problem) -> Held:
+    def travelling(self, problem: Problem) -> TokenArray:
         """Shape of a token and dtype in messages."""
         return self.shape(problem), getattr(problem, self.wire)
 
-    def in_place(self, problem: Problem, strided: bool = False) -> bool:
-        """Whether partials of this array are accumulated in the result itself: it has their shape and their dtype.
+    def in_result(self, problem: Problem, strided: bool = False) -> bool:
+        """Whether partials of this array may be accumulated in the result itself: it has their shape and their dtype.
 
         strided: whether they may lie in memory as a batch of results does.
         """
@@ -136,7 +135,7 @@ def chunk_of(kind: str, u: int, w: int) -> int:
     return w if kind in IN_COLUMNS else u
 
 
-def shapes(problem: Problem, direction: str) -> dict[str, list[Held]]:
+def shapes(problem: Problem, direction: str) -> dict[str, list[TokenArray]]:
     """{arena: [(shape of a token, dtype) of each array]}; arena "+X" holds partials in their dtype on the wire."""
     kinds = KINDS[direction]
     arenas = {name: [array.held(problem) for array in kind.arrays_of(problem)] for name, kind in kinds.items()}

@@ -21,8 +21,8 @@ from .route import leg_of, passed_on
 
 def _union(lo, hi):
     """Disjoint increasing intervals that cover the same keys as the intervals [lo, hi): their starts and their ends."""
-    kept = lo < hi
-    lo, hi = lo[kept], hi[kept]
+    some = lo < hi
+    lo, hi = lo[some], hi[some]
     if len(lo) < 2:
         return lo, hi
     if (lo[1:] < lo[:-1]).any():
@@ -42,7 +42,7 @@ class Activity:
     def __init__(self, mask, q_layout, k_layout, tile, documents=None):
         self.mask, self.q_layout, self.k_layout = mask, q_layout, k_layout
         self.tile, self.documents = tile, documents
-        self.striped = any(layout.kind == "striped" for layout in (q_layout, k_layout))
+        self.striped = q_layout.striped or k_layout.striped
         self.full = documents is None and mask.full
         self._of_sequences = {}  # by their slice of the batch, the activities of some sequences
         self.seen, self._rows = Remembered(self._seen), Remembered(self._rows_of)
@@ -71,34 +71,34 @@ class Activity:
         return self._of_sequences[key]
 
     def trim(self):
-        """Forget what is large and was only needed to find the tokens that travel."""
+        """Forget the intervals of single queries, which are large: the tokens that travel are known."""
         self._rows.clear()
 
     def interval(self, chunk):
-        """Keys [lo, hi) that each query of a chunk sees: two int64 arrays (groups, tokens)."""
+        """The keys [lo, hi) that each query of a chunk sees, as positions: two int64 arrays (groups, tokens)."""
         return self.mask.key_interval(self.q_layout.positions(chunk), self.documents)
 
     def columns(self, chunk, keys, rows=None):
-        """The columns [begin, end) of `keys` that each query of a chunk sees: two int32 arrays (groups, tokens).
+        """The keys [begin, end) that each query of a chunk sees, as columns of some keys: int32, as of `interval`.
 
-        keys: as for `columns_of`.
+        keys: their positions, as for `columns_of`.
         rows: `Ranges` of the chunk's queries; None for all.
         """
-        place = columns_of(keys)
+        to_columns = columns_of(keys)
         positions, groups = self.q_layout.positions(chunk), len(self.documents or (None,))
         if rows is not None and rows != whole(len(positions)):
             positions = np.concatenate([positions[:0], *(positions[start:stop] for start, stop in rows)])
         if len(positions) <= PIECE:
-            return self.mask.key_interval(positions, self.documents, place)
+            return self.mask.key_interval(positions, self.documents, to_columns)
         begin, end = (np.empty((groups, len(positions)), np.int32) for _ in range(2))
         for start in range(0, len(positions), PIECE):
             part = slice(start, start + PIECE)
-            begin[:, part], end[:, part] = self.mask.key_interval(positions[part], self.documents, place)
+            begin[:, part], end[:, part] = self.mask.key_interval(positions[part], self.documents, to_columns)
         return begin, end
 
     @cached_property
     def _reach(self):
-        """Keys [lo, hi) that queries of each document see, chunk after chunk, and where the chunks' begin and end."""
+        """The keys [lo, hi) that queries of each document see, chunk after chunk, and where each chunk's begin."""
         cuts, owners = self.q_layout.owners
         lo, hi, piece = self.mask.reach(cuts, self.documents)
         owner = owners[piece]
@@ -107,13 +107,13 @@ class Activity:
 
     def _seen(self, chunk):
         """The union of the keys that the queries of a chunk see, as disjoint intervals: their starts and their ends."""
-        if self.q_layout.kind == "striped":
+        if self.q_layout.striped:
             lo, hi = self.interval(chunk)
             return _union(lo.ravel(), hi.ravel())
-        lo, hi, ends = self._reach  # of all chunks at once: a call asks for those of most
-        return _union(lo[ends[chunk] : ends[chunk + 1]], hi[ends[chunk] : ends[chunk + 1]])
+        lo, hi, starts = self._reach  # of all chunks at once: a call asks for those of most
+        return _union(lo[starts[chunk] : starts[chunk + 1]], hi[starts[chunk] : starts[chunk + 1]])
 
-    def block(self, i, j):
+    def has_work(self, i, j):
         """Whether any query of chunk i sees any key of chunk j."""
         return bool(self.keys(i, j))
 
@@ -149,7 +149,7 @@ class Activity:
     def _queries(self, i, j):
         """The queries of chunk i that see keys of chunk j, as `Ranges`."""
         if self.striped or self.full:
-            return whole(self.q_layout.length(i)) if self.block(i, j) else ()
+            return whole(self.q_layout.length(i)) if self.has_work(i, j) else ()
         seeing, runs = [], runs_of(self.q_layout, i)
         for rows, lo, hi in self._rows(i):
             for tokens in filter(len, self.k_layout.ranges(j)):
@@ -159,12 +159,12 @@ class Activity:
                         seeing.append((int(rows[first]), int(rows[last - 1]) + 1))
         return cover(runs, seeing)
 
-    def work(self, rank):
+    def pairs(self, rank):
         """Number of attended (query, key) pairs in a rank's tile, summed over the groups of documents."""
         total = 0
         for chunk in self.tile.row(rank):
             for other in self.tile.column(rank):
-                if self.block(chunk, other):
+                if self.has_work(chunk, other):
                     begin, end = self.columns(chunk, self.k_layout.ranges(other))
                     total += int((end - begin).sum(dtype=np.int64))
         return total

@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from .kinds import GATHERED, IN_COLUMNS, REDUCED, arena_of
-from .ranges import cover, places, runs_of, total, whole
+from .ranges import places, total, whole
 
 if TYPE_CHECKING:
     from ..problem.layout import Layout
@@ -43,7 +43,7 @@ class Places:
 
     def __init__(self, schedule: Schedule, rank: int, activity: Activity) -> None:
         self.rank = rank
-        self.packed = any(step.fused for step in schedule.steps)
+        self.packed = schedule.packed
         self.tokens: dict[str, dict[int, Ranges]] = {}
         self.rows: dict[str, int] = {}
         self._slot_rows: dict[str, int] = {}
@@ -60,13 +60,14 @@ class Places:
                 moved = max(moved, total(leaving), total(landing))
                 chunk = schedule.tile.in_group(kind, rank, hop)
                 held[chunk] = landing if kind in GATHERED else leaving
-                if self.packed:
-                    held[chunk] = self._of_group(schedule, activity, kind, chunk)
+                if self.packed:  # what its owner sends for all
+                    of_tokens = "KV" if kind in IN_COLUMNS else "Q"
+                    held[chunk] = activity.travelling(of_tokens, chunk, 1, schedule.route, schedule.collective)
             self.tokens[kind] = {chunk: held[chunk] for chunk in sorted(held)}
             if kind not in GATHERED:
                 arena = arena_of(kind)
                 self._slot_rows[arena], self.rows[arena] = moved, moved * (schedule.slots[arena] if self.packed else 1)
-            self._lay_out(schedule, kind)
+            self._set_places(schedule, kind)
 
     def longest(self, kind: str) -> int:
         """The number of tokens of the longest whole chunk in the group that a kind moves in."""
@@ -89,16 +90,7 @@ class Places:
             )
         return self._gatherings[kind]
 
-    @staticmethod
-    def _of_group(schedule: Schedule, activity: Activity, kind: str, chunk: int) -> Ranges:
-        """The tokens of a chunk that any rank of its row or column needs, its owner apart."""
-        tile, in_columns = schedule.tile, kind in IN_COLUMNS
-        runs = runs_of(activity.k_layout if in_columns else activity.q_layout, chunk)
-        others = (tile.in_group(kind, chunk, -ahead) for ahead in range(1, tile.extent(kind)))
-        needed = (part for other in others for part in activity.needed(in_columns, chunk, other))
-        return cover(whole(total(runs)) if schedule.collective else runs, needed)
-
-    def _lay_out(self, schedule: Schedule, kind: str) -> None:
+    def _set_places(self, schedule: Schedule, kind: str) -> None:
         """Set the size of a kind's arena and the place of each chunk in it."""
         tokens, reduced, slots = self.tokens[kind], kind not in GATHERED, schedule.slots[kind]
         if self.packed:

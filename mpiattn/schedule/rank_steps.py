@@ -22,8 +22,8 @@ class RankSteps:
     steps: as of `bind`.
     transfers: those of all steps in turn, each after the number of its step.
     places: the `Places` of chunks in the rank's buffers.
-    launches: launches[i, j] is what a block of query chunk i and KV chunk j takes: the queries and the keys of each
-        launch, as `Ranges`; none if no query sees any key.
+    launches: launches[i, j] is a tuple of (queries, keys), each as `Ranges`: one pair for each launch that the block of
+        query chunk i and KV chunk j takes.  It is empty if no query sees any key.
     """
 
     def __init__(self, schedule: Schedule, rank: int, activity: Activity) -> None:
@@ -35,15 +35,15 @@ class RankSteps:
         activity.trim()
 
     def _launches(self, i: int, j: int) -> tuple[tuple[Ranges, Ranges], ...]:
-        if not self._activity.block(i, j):
+        if not self._activity.has_work(i, j):
             return ()
-        return tuple(product(self._together("Q", i), self._together("KV", j)))
+        return tuple(product(self._by_launch("Q", i), self._by_launch("KV", j)))
 
-    def _together(self, kind: str, chunk: int) -> list[Ranges]:
-        """The tokens of a gathered chunk that this rank needs, as `Ranges` of which each is one launch.
+    def _by_launch(self, kind: str, chunk: int) -> list[Ranges]:
+        """The tokens of a gathered chunk that this rank needs, one `Ranges` a launch.
 
-        All are one launch if the chunk and its accumulators hold the same tokens.  On the ring route either may hold
-        more, for other ranks.
+        One launch takes all if the arrays of the chunk and of its accumulators hold the same tokens.  On the ring route
+        either may hold more, for other ranks: then each range is a launch.
         """
         in_columns, tokens = kind in IN_COLUMNS, self.places.tokens
         if all(tokens[other][chunk] == tokens[kind][chunk] for other in tokens if (other in IN_COLUMNS) == in_columns):

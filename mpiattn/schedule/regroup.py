@@ -194,7 +194,7 @@ class Regrouping:
     outer: tuple[Layout, Layout]
     inner: tuple[Layout, Layout]
 
-    def place(self, rank: int) -> tuple[int, int]:
+    def plane_and_chunk(self, rank: int) -> tuple[int, int]:
         """The plane of a rank of the mesh, and its chunk in that plane."""
         return divmod(rank, self.tile.chunks)
 
@@ -204,12 +204,12 @@ class Regrouping:
         chunks = self.tile.chunks
         return [(plane * chunks + chunk, some) for plane in range(self.tile.h) for chunk, some in parts]
 
-    def of_mesh(self, rank: int, keys: bool) -> list[tuple[int, list[Shared]]]:
-        """(caller's rank, tokens of it) of all from which a rank of the mesh takes tokens.
+    def from_callers(self, rank: int, keys: bool) -> list[tuple[int, list[Shared]]]:
+        """(caller's rank, tokens of it) of all from which a rank of the mesh takes tokens: the other end of `to_mesh`.
 
         Both ends have the tokens in the order in which the caller holds them.
         """
-        _, chunk = self.place(rank)
+        _, chunk = self.plane_and_chunk(rank)
         return [
             (other, sorted((Shared(part.inner, part.outer) for part in some), key=lambda part: part.outer.start))
             for other, some in partners(self.inner[keys], chunk, self.outer[keys])
@@ -232,13 +232,13 @@ class Regrouping:
         """The sequences that a rank of the mesh computes."""
         of_batch, parts = self.split
         count = self.problem.batch // of_batch
-        first = self.place(rank)[0] // parts * count
+        first = self.plane_and_chunk(rank)[0] // parts * count
         return slice(first, first + count)
 
     def heads(self, array: Array, rank: int) -> slice:
         """The heads of an array that a rank of the mesh computes."""
         _, parts = self.split
-        return heads_of(getattr(self.problem, array.heads), parts, self.place(rank)[0] % parts)
+        return heads_of(getattr(self.problem, array.heads), parts, self.plane_and_chunk(rank)[0] % parts)
 
     def has_all(self, array: Array) -> bool:
         """Whether a plane computes all heads that an array has of a sequence."""
@@ -276,7 +276,7 @@ class Regrouping:
         parts, packed, at = [], {}, 0
         added = given and self.sharing(array) > 1
         for peer, some in self.to_mesh(rank, of_keys(array)):
-            _, chunk = self.place(peer)
+            _, chunk = self.plane_and_chunk(peer)
             sequences, heads = self.sequences(peer), self.heads(array, peer)
             for number, shared in enumerate(some):
                 key, rows = (chunk, number, sequences.start, heads.start), None
@@ -291,7 +291,7 @@ class Regrouping:
     def _inward(self, rank: int, array: Array) -> list[Part]:
         """Consecutive tokens travel from and to where they are, if messages have them token after token."""
         parts, sequences, heads, at = [], self.sequences(rank), self.heads(array, rank), 0
-        for peer, some in self.of_mesh(rank, of_keys(array)):
+        for peer, some in self.from_callers(rank, of_keys(array)):
             for shared in some:
                 rows = None
                 if (self.by_sequence or shared.inner.step != 1) and peer != rank:
@@ -301,17 +301,17 @@ class Regrouping:
         return parts
 
     @cached_property
-    def of_plane(self) -> Problem:
+    def plane_problem(self) -> Problem:
         """The problem of one plane."""
         return plane_problem(self.problem, self.tile.h)
 
     def token_bytes(self, array: Array, given: bool) -> int:
         """Bytes of one token of an array in messages, between a rank of the caller and a rank of the mesh."""
-        return travels.size_of([(array.shape(self.of_plane), self.dtype(array, given))])
+        return travels.size_of([(array.shape(self.plane_problem), self.dtype(array, given))])
 
     def widened_bytes(self, array: Array) -> int:
         """Bytes of one token of a result by which it is longer on the mesh than on the caller's ranks."""
-        returned = travels.size_of([(array.shape(self.of_plane), getattr(self.problem, array.dtype))])
+        returned = travels.size_of([(array.shape(self.plane_problem), getattr(self.problem, array.dtype))])
         return self.token_bytes(array, True) - returned
 
     def messages(self, rank: int, direction: str) -> list[tuple[int, int]]:
@@ -347,5 +347,5 @@ def mean_sent(problem: Problem, tile: Tile, direction: str = "forward") -> float
         for given in (False, True)
         for array in arrays_of(problem, direction, given)
     )
-    of_plane = travels.mean_sent(regrouping.of_plane, tile.plane, direction)
+    of_plane = travels.mean_sent(regrouping.plane_problem, tile.plane, direction)
     return of_plane + (tile.h - 1) * regrouped / tile.ranks

@@ -1,8 +1,8 @@
 """Which buffers of a pass lie in the same memory: those that no step needs together.  No MPI.
 
-A buffer is (part, kind, slot).  Part "arena" has a slot of an arena, and "wire" the cast copies of the partials that
-leave while their slot of "+X" is filled; a packed arena is one buffer, and so are its wire arrays.  Part "ordered" has
-a packed arena in order of position.
+A buffer is (role, kind, slot).  Of role "arena" it is a slot of an arena; of "wire", the cast copies of the partials
+that leave while their slot of "+X" is filled; of "ordered", a packed arena in order of position.  A packed arena is one
+buffer, and so are its wire arrays.
 
 Sizes differ by rank and by call.  What lies below what is decided once, by bytes of a token, so that it does not: then
 a buffer begins where the last of those below it ends.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from .steps import Life, Schedule
 
-BufferName: TypeAlias = "tuple[str, str, int]"
+BufferName: TypeAlias = "tuple[str, str, int]"  # role, kind, slot
 
 
 def _steps(life: Life) -> int:
@@ -53,7 +53,7 @@ def lives_of(schedule: Schedule, wires: Iterable[str] = (), ordered: Iterable[st
     buffers = [("arena", arena, of_slots) for arena, of_slots in lives.items()]
     buffers += [("wire", kind, lives.get(arena_of(kind), ())) for kind in wires]
     buffers += [("ordered", kind, (((sort, run) if kind in GATHERED else (run, restore),),)) for kind in ordered]
-    return {(part, kind, slot): life for part, kind, of_slots in buffers for slot, life in enumerate(of_slots)}
+    return {(role, kind, slot): life for role, kind, of_slots in buffers for slot, life in enumerate(of_slots)}
 
 
 def below(
@@ -61,7 +61,7 @@ def below(
 ) -> dict[BufferName, list[BufferName]]:
     """Of every buffer, from the lowest to the highest, those that lie next below it.
 
-    token_bytes: by part, "arena" or "wire", and kind, for every arena and every kind with wire arrays.
+    token_bytes: by role, "arena" or "wire", and kind, for every arena and every kind with wire arrays.
 
     Placed in order of size and life, or in order of time, whichever takes less.
     """
@@ -74,17 +74,16 @@ def below(
 def _below(
     schedule: Schedule, token_bytes: dict[tuple[str, str], int], ordered: Iterable[str]
 ) -> dict[BufferName, list[BufferName]]:
-    lives = lives_of(schedule, (kind for part, kind in token_bytes if part == "wire"), ordered)
-    packed = any(step.fused for step in schedule.steps)
+    lives = lives_of(schedule, (kind for role, kind in token_bytes if role == "wire"), ordered)
 
     def chunks(kind: str) -> int:
-        if not packed:
+        if not schedule.packed:
             return 1
         return schedule.slots[kind] if kind.startswith("+") else schedule.tile.extent(kind)
 
     sizes = {
-        (part, kind, slot): chunks(kind) * token_bytes["arena" if part == "ordered" else part, kind]
-        for part, kind, slot in lives
+        (role, kind, slot): chunks(kind) * token_bytes["arena" if role == "ordered" else role, kind]
+        for role, kind, slot in lives
     }
     steps = {name: _steps(life) for name, life in lives.items()}
     by_size = sorted(lives, key=lambda name: -sizes[name] * steps[name].bit_count())

@@ -119,8 +119,13 @@ class Schedule:
         return any(t.collective for step in self.steps for t in step.transfers)
 
     @cached_property
+    def packed(self) -> bool:
+        """Whether arenas are packed, as one launch of all blocks needs: chunks of the whole group one after another."""
+        return any(step.fused for step in self.steps)
+
+    @cached_property
     def kept(self) -> dict[Any, Any]:
-        """What others have made of this schedule, to use it again with it."""
+        """What other modules have computed from this schedule alone, by a key of theirs."""
         return {}
 
     def __str__(self) -> str:

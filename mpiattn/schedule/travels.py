@@ -28,7 +28,7 @@ class Sent(tuple):
 
 def token_bytes(problem, direction="forward"):
     """Bytes of one token on the wire, by kind."""
-    return _token_bytes(problem.token, direction)
+    return _token_bytes(problem.without_tokens, direction)
 
 
 @lru_cache(64)
@@ -46,7 +46,7 @@ def size_of(arrays):
 
 def held_bytes(problem, *arrays):
     """Bytes of one token in memory of some arrays of `mpiattn.schedule.kinds`, those that the problem has."""
-    return _held_bytes(problem.token, arrays)
+    return _held_bytes(problem.without_tokens, arrays)
 
 
 @lru_cache(256)
@@ -120,7 +120,7 @@ def halo(problem, ranks, direction="forward"):
     returns their gradients in the backward pass.
     """
     tokens = problem.seqlen
-    (_, of_last), (of_first, _) = problem.mask.seen_by(np.array([0, tokens - 1]))
+    (_, of_last), (of_first, _) = problem.mask.keys_seen_by(np.array([0, tokens - 1]))
     if tokens != problem.seqlen_k or of_last == 0 or of_first == tokens:
         return None
     if direction == "both":

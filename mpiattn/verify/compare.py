@@ -6,7 +6,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..comm.rounds import PIECE_BYTES
-from ..problem.mask import FIELDS
+from ..problem.mask import MASK_FIELDS
 from . import reference
 
 WORK_LIMIT = 2e11  # operations of float64 attention per rank: tens of seconds on one core
@@ -222,7 +222,7 @@ def masks_of(problem, documents=None):
     """The masks of a problem and of a call as arguments of `mpiattn.verify.reference.bounds`."""
     p = problem
     return {
-        **{name: getattr(p, name) for name in FIELDS if not name.startswith("seqlen")},
+        **{name: getattr(p, name) for name in MASK_FIELDS if not name.startswith("seqlen")},
         "lengths": (p.seqlen, p.seqlen_k),
         **{name: value for name, value in (documents or {}).items() if name != "padding"},
     }

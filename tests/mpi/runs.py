@@ -202,6 +202,6 @@ def use_schedule(plan, schedule):
         schedule,
         executors[schedule.direction].computation,
         plan._exchange,
-        plan._passes.calls.own,
+        plan._passes.call_cache.without_documents,
         plan._passes.pool,
     )

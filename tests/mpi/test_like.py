@@ -92,7 +92,7 @@ def test_nothing_is_searched(comm, monkeypatch):
         return wait(self, *arguments, **options)
 
     def noted(space, every):
-        asked.append((len(space.shapes), len(space.kinds), len(space.pairs)))
+        asked.append((len(space.tiles), len(space.schedules), len(space.layout_pairs)))
         return survey(space, every)
 
     with MeshAttention(comm, seqlen=100, **SHAPE, causal=True) as first:

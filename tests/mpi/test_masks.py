@@ -201,6 +201,6 @@ def test_documents_are_looked_at_once(comm, monkeypatch):
         assert comm.allreduce(len(looks)) > 0
         monkeypatch.setattr(call_cache, "KEPT_BYTES", 0)
         plan.forward(q, q, q, cu_seqlens=cuts[1])
-        assert len(plan._passes.calls._recent) <= 2
+        assert len(plan._passes.call_cache._recent) <= 2
     with MeshAttention(comm, **shape) as other:
         assert [bits(*other.forward(q, q, q, cu_seqlens=cut)) for cut in cuts] == first

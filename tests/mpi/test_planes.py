@@ -162,7 +162,7 @@ def test_bytes_are_those_of_the_formula(group, first):
             counted, _ = count(plan, lambda: plan.backward(results[0], *chunks, *results))  # noqa: B023
             assert counted == plan.formula("backward"), how
             total = group.allreduce(plan.formula("forward") + plan.formula("backward"))
-            assert total == pytest.approx(group.size * plan._plan.choice.sent_bytes), how
+            assert total == pytest.approx(group.size * plan._decision.choice.sent_bytes), how
 
 
 @on(4)
@@ -172,14 +172,14 @@ def test_memory_is_what_was_predicted(group):
         how = {"tile": tile, "layout": layout, "mesh_layout": mesh_layout, "schedule": "greedy", "batch": batch}
         with MeshAttention(group, seqlen=64, backend=BACKENDS[0], **narrow({**PROBLEM, **how})) as plan:
             scratch = plan._backend.scratch_bytes(8, 8, plan.problem.dtype)
-            assert plan.nbytes - scratch - plan._backend.staged_bytes <= plan._plan.choice.nbytes
+            assert plan.nbytes - scratch - plan._backend.staged_bytes <= plan._decision.choice.nbytes
 
 
 @on(2, 4)
 def test_another_length(group):
     how = {**PROBLEM, "tile": (2, 1, group.size // 2), "layout": "contiguous", "mesh_layout": "zigzag"}
     with MeshAttention(group, seqlen=30, backend=BACKENDS[0], **narrow(how)) as plan, plan.like(seqlen=45) as other:
-        assert str(other.tile) == str(plan.tile) and other._plan.choice.mesh_layouts[0].kind == "zigzag"
+        assert str(other.tile) == str(plan.tile) and other._decision.choice.mesh_layouts[0].kind == "zigzag"
         with MeshAttention(group, seqlen=45, backend=BACKENDS[0], **narrow(how)) as fresh:
             chunks = my_chunks(other, *draw(other.problem))
             assert all(map(np.array_equal, other.forward(*chunks), fresh.forward(*chunks)))

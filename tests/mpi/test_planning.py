@@ -34,7 +34,7 @@ def test_less_memory_takes_slots_but_no_bit(comm, at_least):
     free, nbytes, chosen, cost = results(comm, False, **how)
     assert cost == 1 and chosen[3] == 2
     with MeshAttention(comm, **{**SHAPE, **how}) as plan:
-        most = plan._plan.choice.nbytes
+        most = plan._decision.choice.nbytes
     limited, fewer, chosen, cost = results(comm, False, **how, max_memory=most - 1)
     assert chosen[3] < 2 and cost >= 1
     assert limited == free
@@ -61,7 +61,7 @@ def test_limits_of_numpy(comm):
     """Integers of NumPy are ints, whose products do not overflow."""
     limits = {"max_message": np.int32(2**30), "max_memory": np.int32(2**31 - 1)}
     with MeshAttention(comm, **SHAPE, **limits) as plan:
-        assert type(plan._exchange.max_message) is int and plan._plan.choice.nbytes < 2**31 - 1
+        assert type(plan._exchange.max_message) is int and plan._decision.choice.nbytes < 2**31 - 1
 
 
 def test_memory_that_nothing_fits(comm):
@@ -96,7 +96,7 @@ def test_the_times_of_steps(comm):
             attend(plan, my_chunks(plan, *draw_all(plan.problem)))
             waited = 0.0
             for direction in ("forward", "backward"):
-                trace, schedule = plan.trace(direction), plan._plan.schedule(direction)
+                trace, schedule = plan.trace(direction), plan._decision.schedule(direction)
                 assert len(trace.steps) == len(schedule.steps) and trace.direction == direction
                 times = np.array(trace.steps).reshape(-1)
                 assert (np.diff(times) >= 0).all() and times[0] >= 0 and times[-1] == trace.seconds
@@ -167,7 +167,7 @@ def test_expected_documents(comm, direction):
     cuts = [7, *range(40, seqlen - 20, 30)]  # padding before and after them
     zigzag = MeshAttention(comm, **how, layout="zigzag")
     with zigzag as other, MeshAttention(comm, **how, expected_cu_seqlens=cuts) as plan:
-        assert plan.q_layout.kind == plan._plan.choice.mesh_layouts[0].kind == "contiguous"
+        assert plan.q_layout.kind == plan._decision.choice.mesh_layouts[0].kind == "contiguous"
         passes = ("forward", "backward")[: 1 + (direction == "both")]
         sent = [
             comm.allreduce(
@@ -175,7 +175,7 @@ def test_expected_documents(comm, direction):
             )
             for of in (plan, other)
         ]
-        assert sent[0] == pytest.approx(comm.size * plan._plan.choice.sent_bytes)
+        assert sent[0] == pytest.approx(comm.size * plan._decision.choice.sent_bytes)
         assert sent[0] < sent[1] or comm.size == 1
         assert (plan.predicted_seconds < other.predicted_seconds) and plan.timeout == other.timeout
         with plan.like(seqlen=seqlen + 9) as longer:
@@ -209,7 +209,7 @@ def test_a_choice_is_made_once(comm, monkeypatch):
     counts = []
     for how in ({}, {}, {"timeout": 50}, {"machine": slow}, {"machine": slow}, {"seqlen": 207}, {}, {"overlap": False}):
         with MeshAttention(comm, **{**SHAPE, "head_dim": 9, **how}) as plan:
-            assert plan.problem.seqlen == how.get("seqlen", 203) and plan._plan.overlap == how.get("overlap", True)
+            assert plan.problem.seqlen == how.get("seqlen", 203) and plan._decision.overlap == how.get("overlap", True)
             assert plan.machine == slow if "machine" in how else plan.machine != slow
         counts.append(len(searched))
     assert counts == ([1, 1, 1, 2, 2, 3, 3, 4] if comm.rank == 0 else [0] * 8)

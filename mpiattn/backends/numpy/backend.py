@@ -69,8 +69,8 @@ def _some_tokens(array, elements=MERGED):
     return (slice(start, start + step) for start in range(0, len(array), step))
 
 
-def _seen(all_rows, keys):
-    """Every panel that some row sees: (first key, end, [(group, row tile)] of those that see any of its keys)."""
+def _seen_panels(all_rows, keys):
+    """Every panel that some row sees: (first key, end, [(group, row tile)]) with the row tiles that see a key of it."""
     for first in range(0, keys, PANEL):
         last = min(first + PANEL, keys)
         seen = [(g, rows) for g, rows in all_rows if rows.lo < last and rows.hi > first]
@@ -80,7 +80,7 @@ def _seen(all_rows, keys):
 
 def _counted(meanwhile, all_rows, keys, per_group):
     """A callback to call before each score tile: it calls `meanwhile` with the fraction of the tiles done so far."""
-    panels = _seen(all_rows, keys)
+    panels = _seen_panels(all_rows, keys)
     spans = (rows.within(first, last) for first, last, seen in panels for _, rows in seen)
     count, number = per_group * sum(-(-(hi - lo) // tiles.COLUMNS) for lo, hi in spans), itertools.count()
     return lambda: meanwhile(next(number) / count)
@@ -267,7 +267,7 @@ class NumpyBackend:
         per_kv, per_group = q.shape[1] // k.shape[1], q.shape[1] // len(begin)
         all_rows = [(g, rows) for g in range(len(begin)) for rows in row_tiles(begin[g], end[g])]
         report = meanwhile and _counted(meanwhile, all_rows, len(k), per_group)
-        for first, last, seen in _seen(all_rows, len(k)):
+        for first, last, seen in _seen_panels(all_rows, len(k)):
             for kv_head in range(k.shape[1]):
                 keys = self._panel("k", k[first:last, kv_head], dtype)
                 values = keys[:, :value_dim] if v is None else self._panel("v", v[first:last, kv_head], dtype)
