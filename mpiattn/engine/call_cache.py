@@ -95,7 +95,7 @@ class CallCache:
         self._recent = {}  # by the activity of the whole batch, the latest last
 
     def activity(self, arguments, make_documents):
-        """The `Activity` of a call; what is kept for calls like it is in use from now on.
+        """The `Activity` of a call, the same object for calls like it; these count as used last, and are kept longest.
 
         arguments: a tuple that is equal for calls that name their documents alike; () if no other call does.
         make_documents: returns those documents, as of `mpiattn.problem.documents.documents`.  It takes long where each

@@ -63,7 +63,7 @@ class LowerBounds:
         problem, work, machine, blocks = self._problem, self._work, self._machine, self._blocks
         queries, keys = (lengths[chunks] for lengths, chunks in zip(work.lengths, (blocks.q, blocks.k)))
         pairs = work.counts.at(blocks.q, blocks.k)
-        of_blocks, launched = edges(pairs, queries, keys, work.seen), (pairs > 0).sum(axis=1)
+        of_blocks, launched = edges(pairs, queries, keys, work.keys_seen), (pairs > 0).sum(axis=1)
         of_rows = np.maximum.reduceat(of_blocks.reshape(-1, len(blocks.ranks)), blocks.rows)
         extra = np.stack([of_blocks.sum(axis=1), np.add.reduceat(of_rows, blocks.tiles)])
         timed = pairs.sum(axis=1) + machine.edge_keys(problem.dtype) * extra

@@ -56,7 +56,7 @@ def _of_token(problem, direction):
         for name, kind in kinds.items()
     }
     cast = {
-        name: size_of(wire for wire, kept in zip(arrays[arena_of(name)], arrays[name]) if wire != kept)
+        name: size_of(wire for wire, held in zip(arrays[arena_of(name)], arrays[name]) if wire != held)
         for name in kinds
     }
     return {("arena", arena): size_of(of) for arena, of in arrays.items()}, own, cast

@@ -175,9 +175,9 @@ class Arrangement:
         for outer, inner in zip(self._outer, self.inner):
             own, of_mesh = (np.array(layout.lengths) for layout in (outer, inner))
             own, of_mesh = own[ranks], of_mesh[np.array(ranks) % self._tile.chunks]
-            kept = np.minimum(own, of_mesh)
-            given.append((planes * own - kept).sum())
-            taken.append((of_mesh - kept).sum())
+            staying = np.minimum(own, of_mesh)
+            given.append((planes * own - staying).sum())
+            taken.append((of_mesh - staying).sum())
         tokens = np.array([given, taken])  # before a pass, and after it
         nbytes = sum(of_token(self._space.problem, planes, name).exchanged[:, :, 0, 0] for name in self._space.passes)
         return float((nbytes * tokens).sum()) / len(ranks)

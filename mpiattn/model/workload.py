@@ -34,17 +34,17 @@ class Work:
     """What a mask asks of two layouts, on any mesh.
 
     counts: the `Pairs` of the layouts.  pairs: its table.
-    seen: the most keys of a chunk that a query sees; with documents, the mean number of keys that a query sees of all
-        chunks.
+    keys_seen: the most keys of a chunk that a query sees; with documents, the mean number of keys that a query sees of
+        all chunks.
     lengths: tokens of every chunk of queries, and of keys.
     ordered: whether the keys of consecutive chunks follow one another.
     """
 
     def __init__(self, mask, q_layout, k_layout):
         self.counts = Pairs(mask, q_layout, k_layout)
-        self.seen = -(-mask.widest // max(tokens.step for tokens in k_layout.ranges(0)))
+        self.keys_seen = -(-mask.widest // max(tokens.step for tokens in k_layout.ranges(0)))
         if mask.cuts is not None:
-            self.seen = self.pairs.sum() / max(len(mask.unpadded), 1)
+            self.keys_seen = self.pairs.sum() / max(len(mask.unpadded), 1)
         self.lengths = np.array(q_layout.lengths), np.array(k_layout.lengths)
         self.ordered = k_layout.kind == "contiguous" or k_layout.chunks == 1
         self._mask, self._layouts = mask, (q_layout, k_layout)
@@ -113,14 +113,14 @@ def _carried(kind, extent, route, collective):
     return kind in IN_COLUMNS, second.start < 2, first.stop > 2, collective and not passed_on(route)
 
 
-def edges(pairs, queries, keys, seen):
+def edges(pairs, queries, keys, keys_seen):
     """Number of edges of blocks with so many pairs, queries and keys: float, of the shape of pairs.
 
     A query that sees any key of a block has one edge there, or PACKING of one if no mask cuts the block.  How many
     queries do is an estimate: where a mask cuts a block, the average query sees half of what it might.
-    seen: as of `Work`.
+    keys_seen: as of `Work`.
     """
-    rows = np.minimum(2 * pairs / np.maximum(np.minimum(keys, seen), 1), queries)
+    rows = np.minimum(2 * pairs / np.maximum(np.minimum(keys, keys_seen), 1), queries)
     return np.where(pairs < queries * keys, rows, PACKING * rows)
 
 
@@ -147,7 +147,7 @@ class Load:
     def _edges(self):
         """Number of edges of every block: float (a, b, ranks)."""
         queries, keys = (lengths[chunks] for lengths, chunks in zip(self.lengths, self.chunks))
-        return edges(self.pairs, queries[:, None], keys, self._work.seen)
+        return edges(self.pairs, queries[:, None], keys, self._work.keys_seen)
 
     def _timed_pairs(self, edge):
         """Pairs of which blocks take the time, if queries take it for `edge` keys more than they see: as `pairs`."""

@@ -102,13 +102,11 @@ class Decision:
 
     def schedule(self, direction: str = "forward") -> Schedule:
         """The schedule of a pass on a plane, made once."""
-        if direction not in self._schedules:
-            self._schedules[direction] = self.plane._schedule(direction)
-        return self._schedules[direction]
+        return self._schedules(direction)
 
     @functools.cached_property
-    def _schedules(self) -> dict[str, Schedule]:
-        return {}
+    def _schedules(self) -> Remembered:
+        return Remembered(self.plane._schedule)
 
     @functools.cached_property
     def activity(self) -> Activity:
