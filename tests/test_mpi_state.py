@@ -28,7 +28,7 @@ for call in calls:
     try:
         call()
     except mpiattn.ArgumentError as error:
-        print(error)
+        sys.stdout.write(f"{error}\\n")  # in one piece: the ranks share the output
 if sys.argv[1] == "ended":
     cache.close()  # nothing is left to do
     plan.close()

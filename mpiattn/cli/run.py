@@ -16,6 +16,7 @@ examples:
 import resource
 import socket
 import sys
+from functools import partial
 
 import numpy as np
 from mpi4py import MPI
@@ -28,6 +29,7 @@ from ..console.json_file import check_json, report
 from ..console.launch import on_all_ranks
 from ..console.progress import Progress
 from ..files.finite import nonfinite
+from ..files.hdf5 import read_shapes
 from ..files.io import Input, Output, Wanted, Written
 from ..plan.mesh_attention import MeshAttention
 from ..problem.documents import documents as check_documents
@@ -82,7 +84,8 @@ def _run(job, args):
     comm, peers = job.comm, job.peers
     job.on_rank_0(lambda: check_json(args.json, (args.input, args.output)))
     before = _peak()
-    source = Input(peers, args.input, args.max_message, args.backward, names=args.names, axes=args.axes)
+    look = partial(read_shapes, backward=args.backward, names=args.names)
+    source = Input(peers, args.input, args.max_message, look, names=args.names, axes=args.axes)
     documents = read_documents(
         peers,
         source.file,

@@ -107,27 +107,15 @@ class Input:
 
     shapes, axes: what look(path, axes) returns: by default the keyword arguments of `Problem` that the file determines,
     and the order of dimensions in the file, one of `mpiattn.files.hdf5.AXES`.  Arrays are returned in the order bshd.
-    max_message: as for `MeshAttention`.  backward: the file must hold dout besides q, k, v.  argument: its name in
-    errors.  names: role ("q", ...) -> name of the dataset, where they differ.  axes: the order, None if nobody says
-    it.  call: as for `agreement`.
+    max_message: as for `MeshAttention`.  argument: its name in errors.  names: role ("q", ...) -> name of the dataset,
+    where they differ.  axes: the order, None if nobody says it.  call: as for `agreement`.
     """
 
-    def __init__(
-        self,
-        peers,
-        path,
-        max_message=MAX_MESSAGE,
-        backward=False,
-        look=None,
-        argument="IN",
-        names=None,
-        axes=None,
-        call="",
-    ):
+    def __init__(self, peers, path, max_message=MAX_MESSAGE, look=None, argument="IN", names=None, axes=None, call=""):
         self.peers, self.path, self.max_message, self.argument = peers, path, max_message, argument
         self.names, self._watched, self._sources = names or {}, None, {}
         with agreement(peers, call=call):  # every rank looks itself: hosts may see different files
-            look = look or partial(read_shapes, backward=backward, names=names)
+            look = look or partial(read_shapes, names=names)
             self.shapes, self.axes = look(path, axes)
         agree_on(peers, {f"the content of {argument}, {str(path)!r}": (self.shapes, self.axes)})
         with agreement(peers), file_errors(argument, path, "read"):

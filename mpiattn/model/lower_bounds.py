@@ -56,7 +56,7 @@ class LowerBounds:
         self._computing = {direction: seconds for direction, seconds in zip(passes, self._launches())}
         self._shortest = sum(seconds.max(axis=2) * ROUNDING for seconds in self._computing.values()).tolist()
         self._transfers, self._received = Remembered(self._transfers_of), Remembered(self._received_in)
-        self.sent = Remembered(self._sent)
+        self.sent, self._moved = Remembered(self._sent), Remembered(work.moved)
 
     def _launches(self):
         """Seconds of computing, of each pass: blocks launched one by one, and all in one launch: (2, tiles, some)."""
@@ -79,7 +79,7 @@ class LowerBounds:
         """{pass: {kind: bytes that a rank sends, mean over ranks}}: exact on the direct route without collectives."""
         return {
             direction: {
-                kind: self._work.moved(KINDS[direction][kind].column, tile) * nbytes / tile.ranks
+                kind: self._moved(KINDS[direction][kind].column, tile) * nbytes / tile.ranks
                 for kind, nbytes in token_bytes(self._problem, direction).items()
             }
             for direction in self._passes

@@ -123,8 +123,9 @@ def survey(space, every="choice"):
     """
     space = space.completed()
     cases = cases_of(space)
-    known = _Known(cases, space)
-    if every == "choice" or len(cases) == 1:
+    whole = every == "choice" or len(cases) == 1
+    known = _Known(cases, space, bounded=not whole)
+    if whole:
         for number in range(len(cases)):
             known.predict(number)
     else:
@@ -146,11 +147,12 @@ class _Known:
     """What is known of cases: of each its choice, or else lower bounds.
 
     choices: by number of the case.
+    bounded: False to save making the first bounds, where all cases are predicted.
     """
 
-    def __init__(self, cases, space):
+    def __init__(self, cases, space, bounded):
         self.choices, self._cases, self._space = {}, cases, space
-        self._seconds = [float(case.computing()) for case in cases]
+        self._seconds = [float(case.computing()) if bounded else 0.0 for case in cases]
         self._sent, self._nbytes, self._looks = ([0] * len(cases) for _ in range(3))
         self._kinds = [SCHEDULES.index(case.schedule) for case in cases]
         self._too_large = [False] * len(cases)

@@ -41,6 +41,7 @@ def settle(home: Home, peers: Peers, asked: Asked) -> tuple[Decision, Backend]:
         problem = Problem(**asked.problem)
         checked = given.checked(problem, ranks)
         same |= for_record(Problem, vars(problem))
+        same["expected_cu_seqlens"] = None  # compared before the layouts, which follow from it
         same |= for_record(Options, vars(checked))
         same |= {name: AsGiven(same[name], getattr(given, name)) for name in ("tile", "layout", "expected_cu_seqlens")}
     backend = make_backend(peers, home.nodes, given.backend, given.transport, home.known)

@@ -40,7 +40,7 @@ keys come before a position, the later it is, so the limits of a document become
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
@@ -56,7 +56,8 @@ PIECE = 2**15  # queries looked at at a time: their intervals stay in cache
 FEW_RANGES = 4  # of keys, up to which arithmetic is faster than a search
 OVERFLOWING = 2**31  # tokens from which on products of the closed form do not fit an int64
 MANY_DOCUMENTS = 64  # from which on it pays to leave out those of other queries first
-SAMPLE = 2**10  # queries that stand for all
+SAMPLE = 2**7  # queries that stand for all
+REMEMBERED = 256  # masks
 SEARCH_PARTS = 8  # in which a search cuts the queries that are left
 
 IntArray: TypeAlias = "NDArray[np.integer]"
@@ -196,9 +197,8 @@ class Mask:
 
     @cached_property
     def full(self) -> bool:
-        """Whether every query sees every key: if the first and the last do, so do all between."""
-        lo, hi = self.key_interval(np.array([0, self.seqlen - 1][: self.seqlen], np.int64))
-        return not lo.any() and bool((hi == self.seqlen_k).all())
+        """Whether every query sees every key."""
+        return _full(self)
 
     @cached_property
     def widest(self) -> int:
@@ -217,14 +217,7 @@ class Mask:
         Such a window moves on with the query: the query whose diagonal is the last key that another one sees, sees
         further than that one.  With a prefix or causal blocks it does not.
         """
-        shift = self.seqlen_k - self.seqlen
-        if self.full:
-            return False
-        queries = _sample(max(-shift, 0), self.seqlen - 1)  # the last query's diagonal is the last key
-        _, (end,) = self.key_interval(queries)
-        inner = end[end < self.seqlen_k]
-        further = self.key_interval(inner - 1 - shift)[1] > inner
-        return len(queries) > 0 and bool(further.all())
+        return _opens_ahead(self)
 
     def key_interval(
         self, positions: IntArray, documents: Sequence[Group] | None = None, to_columns: ToColumns | None = None
@@ -332,6 +325,27 @@ class Mask:
             lo, hi = self.key_interval(np.arange(start, min(start + PIECE, self.seqlen)), documents)
             total += int((hi - lo).sum())
         return total
+
+
+# What follows from the rule is remembered by the mask's fields: each `Problem` makes its own `Mask`, a plan several.
+@lru_cache(REMEMBERED)
+def _full(mask: Mask) -> bool:
+    """As `Mask.full`: if the first query and the last see every key, so do all between."""
+    lo, hi = mask.key_interval(np.array([0, mask.seqlen - 1][: mask.seqlen], np.int64))
+    return not lo.any() and bool((hi == mask.seqlen_k).all())
+
+
+@lru_cache(REMEMBERED)
+def _opens_ahead(mask: Mask) -> bool:
+    """As `Mask.opens_ahead`."""
+    shift = mask.seqlen_k - mask.seqlen
+    if mask.full:
+        return False
+    queries = _sample(max(-shift, 0), mask.seqlen - 1)  # the last query's diagonal is the last key
+    _, (end,) = mask.key_interval(queries)
+    inner = end[end < mask.seqlen_k]
+    further = mask.key_interval(inner - 1 - shift)[1] > inner
+    return len(queries) > 0 and bool(further.all())
 
 
 MASK_FIELDS = tuple(name for name in Mask.__dataclass_fields__ if name != "cuts")  # those that a `Problem` has too
