@@ -66,7 +66,7 @@ def test_keys_that_a_chunk_sees(seed):
         layout = Layout(kind, seqlen, chunks)
         activity = Activity(mask, layout, Layout(kind, seqlen_k, chunks), Tile(1, chunks, 1), documents)
         for chunk in range(chunks):
-            lo, hi = (bound.ravel() for bound in activity.interval(chunk))
+            lo, hi = (bound.ravel() for bound in activity.intervals(chunk))
             by_query = {key for a, b in zip(lo, hi) for key in range(a, b)}
             seen = list(zip(*activity.seen(chunk)))
             assert {key for a, b in seen for key in range(a, b)} == by_query
@@ -74,7 +74,7 @@ def test_keys_that_a_chunk_sees(seed):
             assert not any(bound.any() for bound in activity.columns(chunk, increasing([])))
             for other in range(chunks):
                 keys = activity.k_layout.positions(other)
-                expected = [np.searchsorted(keys, bound) for bound in activity.interval(chunk)]
+                expected = [np.searchsorted(keys, bound) for bound in activity.intervals(chunk)]
                 assert np.array_equal(expected, activity.columns(chunk, activity.k_layout.ranges(other)))
                 assert np.array_equal(expected, activity.columns(chunk, keys))
 
@@ -89,5 +89,5 @@ def test_columns_of_many_queries():
         keys = increasing(layout.ranges(chunk) for chunk in range(2))
         for chunk in range(2):
             begin, end = activity.columns(chunk, keys)
-            lo, hi = activity.interval(chunk)
+            lo, hi = activity.intervals(chunk)
             assert np.array_equal(begin, lo) and np.array_equal(end, hi), "all keys: columns are positions"

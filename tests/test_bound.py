@@ -23,7 +23,7 @@ FULL, CAUSAL, WINDOW = ({}, {"causal": True}, {"causal": True, "window": (9, Non
 def activity_of(tile, masks, kind="contiguous"):
     problem = Problem(30, 2, 4, **masks)
     layout = Layout(kind, 30, tile.ranks)
-    return problem, layout.lengths, Activity(problem.mask, layout, layout, tile)
+    return problem, layout.lengths, Activity(problem.whole_mask, layout, layout, tile)
 
 
 def hops_of(steps):

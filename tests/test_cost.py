@@ -74,7 +74,7 @@ def test_both_neighbours_come_while_a_rank_computes_its_own():
     on = machine(flops=1e9, bandwidth=1e6)
     problem = Problem(seqlen=16 * 64, heads=1, head_dim=64, window=(32, 32))
     layout = Layout("contiguous", problem.seqlen, 16)
-    load = Load(Work(problem.mask, layout, layout), Tile(1, 1, 16))
+    load = Load(Work(problem.whole_mask, layout, layout), Tile(1, 1, 16))
     schedule = cost.build("greedy", Tile(1, 1, 16), "direct", problem, on)
     halo = 2 * 32 * 2 * 64 * 4 / 1e6
     edges = problem.flops_per_pair * 2 * (32 * 33 / 2) / 1e9  # the blocks of the neighbours' keys
@@ -87,7 +87,7 @@ def test_a_step_takes_the_longer_of_transfer_and_blocks():
     block = 1e-2 + problem.flops / 16 / 1e12
     hop = 2 * 1e-3 + 100 * 2 * 10 * 4 / 1e9
     layout = Layout("contiguous", 400, 4)
-    load = Load(Work(problem.mask, layout, layout), Tile(1, 1, 4))
+    load = Load(Work(problem.whole_mask, layout, layout), Tile(1, 1, 4))
     schedule = cost.build("greedy", Tile(1, 1, 4), "direct", problem, on)
     assert simulate(schedule, problem, load, on).seconds == pytest.approx(3 * max(block, hop) + block)
     fused = cost.build("collective", Tile(1, 1, 4), "direct", problem, on)
@@ -165,8 +165,8 @@ def test_memory_is_what_buffers_take(wire_dtype):
         for kind in cost.SCHEDULES:
             schedule = cost.build(kind, tile, "direct", problem)
             load, places = (
-                Load(Work(problem.mask, layout, layout), tile),
-                Places(schedule, 5, Activity(problem.mask, layout, layout, tile)),
+                Load(Work(problem.whole_mask, layout, layout), tile),
+                Places(schedule, 5, Activity(problem.whole_mask, layout, layout, tile)),
             )
             for load.ordered in (True, False):
                 buffers = Buffers(Pool(NumpyBackend()), Forward(problem, None).shapes(), schedule)

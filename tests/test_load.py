@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+from interval_masks import random_mask
 
 from mpiattn.model import pairs as counting
 from mpiattn.model.pairs import Pairs
@@ -16,7 +17,7 @@ from mpiattn.schedule.needed import Activity
 from mpiattn.schedule.tile import Tile, tiles
 
 
-def draw(rng):
+def draw(rng, several):
     ranks, seqlen = rng.randint(1, 8), rng.randint(0, 40)
     seqlen_k = rng.choice([seqlen, rng.randint(0, 40)])
     problem = Problem(
@@ -28,23 +29,25 @@ def draw(rng):
         window=(rng.choice([None, 0, 3, 9]), rng.choice([None, 0, 3, 9])),
         prefix=rng.choice([0, 0, 1, 7, 20]),
         causal_block=rng.choice([None, None, 1, 2, 7, 30]),
+        mask=random_mask(rng, seqlen, seqlen_k) if several else None,
     )
-    kind, mask = rng.choice(LAYOUTS), problem.mask
+    kind, mask = rng.choice(LAYOUTS), problem.whole_mask
     if seqlen == seqlen_k and rng.random() < 0.7:  # documents, and padding before and after them
         cuts = sorted(rng.randint(0, seqlen) for _ in range(rng.randint(2, 7)))
         mask = problem.mask_of(tuple(cuts))
     return problem, mask, Layout(kind, seqlen, ranks), Layout(rng.choice([kind, *LAYOUTS]), seqlen_k, ranks)
 
 
+@pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("seed", range(240))
-def test_random(seed, monkeypatch):
+def test_random(seed, several, monkeypatch):
     monkeypatch.setattr(counting, "PIECE", 11)
-    problem, mask, q_layout, k_layout = draw(random.Random(seed))
+    problem, mask, q_layout, k_layout = draw(random.Random(seed), several)
     work, ranks = Work(mask, q_layout, k_layout), q_layout.chunks
     pairs = work.pairs
     for i in range(ranks):
         for j in range(ranks):
-            begin, end = mask.key_interval(q_layout.positions(i), None, columns_of(k_layout.positions(j)))
+            begin, end = mask.key_intervals(q_layout.positions(i), None, columns_of(k_layout.positions(j)))
             assert pairs[i, j] == (end - begin).sum()
     assert pairs.sum() == mask.pairs()
     for tile in tiles(ranks):
@@ -99,13 +102,13 @@ def test_a_long_sequence_by_blocks_and_prefix():
     """Of a million tokens, in pieces; no array of queries times keys."""
     layout = Layout("striped", 2**20, 64)
     problem = Problem(2**20, 1, 1, causal_block=512, prefix=1000)
-    pairs = Pairs(problem.mask, layout, layout).table
+    pairs = Pairs(problem.whole_mask, layout, layout).table
     assert pairs.sum() == problem.pairs == 512 * 512 * (2048 * 2049 // 2) + 512 * (1000 - 512)
 
 
 def test_work_of_a_rank_is_that_of_its_tile():
     layout = Layout("contiguous", 60, 6)
-    work = Work(Problem(60, 1, 1, causal=True).mask, layout, layout)
+    work = Work(Problem(60, 1, 1, causal=True).whole_mask, layout, layout)
     of_mesh, pairs = Load(work, Tile(1, 2, 3)), work.pairs
     assert of_mesh.rank_pairs[0] == pairs[np.ix_([0, 1], [0, 2, 4])].sum()
     assert of_mesh.rank_pairs[5] == pairs[np.ix_([4, 5], [1, 3, 5])].sum()
@@ -118,7 +121,7 @@ def test_a_query_takes_time_for_keys_beside_those_it_sees():
 
     def timed(edge, kind="contiguous", **mask):
         problem, layout = Problem(n, 1, 1, **mask), Layout(kind, n, 2)
-        load = Load(Work(problem.mask, layout, layout), tile)
+        load = Load(Work(problem.whole_mask, layout, layout), tile)
         assert np.array_equal(load.timed_pairs(0), load.pairs) and np.array_equal(load.fused_pairs(0), load.rank_pairs)
         once = n * edge / (1 if mask else 2)
         assert load.fused_pairs(edge).sum() == pytest.approx(load.rank_pairs.sum() + once, rel=0.02)

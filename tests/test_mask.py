@@ -188,7 +188,7 @@ def test_a_kind_by_document(causal, kinds, prefixes, block, window):
             for j in range(shape[1])
             if sees(i, j, shape, window, **how)
         ]
-    assert seen(problem.mask, 21, group) == pairs
+    assert seen(problem.whole_mask, 21, group) == pairs
     oracle = visible_keys(
         np.arange(21),
         np.arange(23),
@@ -209,7 +209,7 @@ def test_a_kind_by_document(causal, kinds, prefixes, block, window):
 def test_a_prefix_longer_than_any_document(prefix):
     problem = Problem(seqlen=8, heads=1, head_dim=1, causal=True)
     (group,) = documents(problem, [0, 4, 8], prefixes=np.array([prefix, prefix]))
-    assert seen(problem.mask, 8, group) == [(i, j) for i in range(8) for j in range(8) if i // 4 == j // 4]
+    assert seen(problem.whole_mask, 8, group) == [(i, j) for i in range(8) for j in range(8) if i // 4 == j // 4]
 
 
 def test_shapes_of_what_documents_see():

@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+from interval_masks import random_mask
 
 from mpiattn.problem.layout import LAYOUTS, Layout
 from mpiattn.problem.mask import Group
@@ -18,9 +19,9 @@ from mpiattn.schedule.tile import Tile, tiles
 def visible(problem, documents):
     """Whether any batch entry's query sees a key: bool (queries, keys), one pair after the other."""
     seen = np.zeros((problem.seqlen, problem.seqlen_k), bool)
-    lo, hi = problem.mask.key_interval(np.arange(problem.seqlen), documents)
-    for of_entry in zip(lo, hi):
-        for query, (first, last) in enumerate(zip(*of_entry)):
+    lo, hi = problem.whole_mask.key_intervals(np.arange(problem.seqlen), documents)
+    for of_list in zip(lo.reshape(-1, problem.seqlen), hi.reshape(-1, problem.seqlen)):
+        for query, (first, last) in enumerate(zip(*of_list)):
             seen[query, first:last] = True
     return seen
 
@@ -32,8 +33,8 @@ def runs_of(layout, chunk):
 class Counted:
     """What each rank sends, by sets of tokens."""
 
-    def __init__(self, seen, layouts, tile):
-        self.seen, self.layouts, self.tile = seen, layouts, tile
+    def __init__(self, seen, layouts, tile, exact):
+        self.seen, self.layouts, self.tile, self.exact = seen, layouts, tile, exact
         self.striped = "striped" in [layout.kind for layout in layouts]
 
     def needed(self, column, chunk, rank):
@@ -48,6 +49,8 @@ class Counted:
     def filled(self, column, chunk, marks, collective):
         """The same, with the gaps that travel too."""
         layout, marks = self.layouts[column], marks.copy()
+        if self.exact and not collective and not self.striped:
+            return marks
         runs = runs_of(layout, chunk)
         for run in [np.concatenate(runs)] if collective or self.striped else runs:
             inside = np.flatnonzero(marks[run])
@@ -81,7 +84,7 @@ class Counted:
 WINDOWS = [(0, 0), (2, None), (None, 3), (5, 1), (17, 4), (40, 40), (None, None)]
 
 
-def draw(rng):
+def draw(rng, several):
     ranks = rng.choice([4, 6, 8, 12])
     seqlen = rng.randint(1, 60)
     seqlen_k = rng.choice([seqlen, rng.randint(1, 60)])
@@ -95,6 +98,7 @@ def draw(rng):
         window=rng.choice(WINDOWS),
         prefix=rng.choice([0, 0, 0, 9]),
         causal_block=rng.choice([None, None, 4]),
+        mask=random_mask(rng, seqlen, seqlen_k) if several else None,
     )
     kinds = rng.choice([(kind, kind) for kind in LAYOUTS] * 3 + [(kind, rng.choice(LAYOUTS)) for kind in LAYOUTS])
     layouts = [Layout(kind, tokens, ranks) for kind, tokens in zip(kinds, (seqlen, seqlen_k))]
@@ -114,11 +118,12 @@ def draw(rng):
     return problem, layouts, documents and documents(), rng.choice(tiles(ranks))
 
 
+@pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("seed", range(150))
-def test_tokens_and_bytes_are_those_of_the_pairs(seed):
-    problem, layouts, documents, tile = draw(random.Random(seed))
-    activity = Activity(problem.mask, *layouts, tile, documents)
-    counted = Counted(visible(problem, documents), layouts, tile)
+def test_tokens_and_bytes_are_those_of_the_pairs(seed, several):
+    problem, layouts, documents, tile = draw(random.Random(seed), several)
+    activity = Activity(problem.whole_mask, *layouts, tile, documents)
+    counted = Counted(visible(problem, documents), layouts, tile, several)
     lengths = [layout.lengths for layout in layouts]
     for route, collective in (("direct", False), ("direct", True), ("ring", False)):
         for direction, kinds in KINDS.items():
@@ -132,7 +137,7 @@ def test_a_window_sends_its_width():
     """4 ranks of 16,384 tokens, 8 heads x 64, float32: 63 keys of the neighbour are seen, and so much travels."""
     problem, layout = Problem(65536, 8, 64, causal=True, window=(63, 0)), Layout("contiguous", 65536, 4)
     tile = Tile(1, 1, 4)
-    activity = Activity(problem.mask, layout, layout, tile)
+    activity = Activity(problem.whole_mask, layout, layout, tile)
     sent = [travels.sent(problem, (layout.lengths, layout.lengths), tile, rank, activity=activity) for rank in range(4)]
     assert [each.total for each in sent] == [63 * 2 * 8 * 64 * 4] * 3 + [0]
     assert travels.halo(problem, 4) == sum(each.total for each in sent) / 4

@@ -34,7 +34,7 @@ def texts(axes):
 
 def work_of(kind, n):
     layout = Layout(kind, 8 * n, n)
-    return Work(Problem(8 * n, 1, 1, causal=True).mask, layout, layout)
+    return Work(Problem(8 * n, 1, 1, causal=True).whole_mask, layout, layout)
 
 
 def owner(i, j, a):

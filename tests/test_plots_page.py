@@ -187,7 +187,7 @@ def test_page(monkeypatch, capsys, tmp_path):
     assert "12 ranks, batch 1, 12000 tokens" in figure.get_suptitle() and "tile 3x4, greedy" in figure.get_suptitle()
     problem, layout = Problem(12000, 4, 64, causal=True), Layout("contiguous", 12000, 12)
     shape = Tile(1, 3, 4)
-    load = Load(Work(problem.mask, layout, layout), shape)
+    load = Load(Work(problem.whole_mask, layout, layout), shape)
     runs = [
         simulate(cost.build("greedy", shape, "direct", problem, direction=direction), problem, load, DEFAULT)
         for direction in ("forward", "backward")

@@ -38,7 +38,9 @@ def test_window_without_end():
     for side in (17, 2**62, 2**63 - 1, 10**30):
         for window in ((side, None), (None, side), (side, side)):
             problem = Problem(**SHAPE, seqlen_k=7, causal=True, window=window)
-            assert (problem.mask.key_interval(np.arange(10))[1] == plain.mask.key_interval(np.arange(10))[1]).all()
+            assert (
+                problem.whole_mask.key_interval(np.arange(10))[1] == plain.whole_mask.key_interval(np.arange(10))[1]
+            ).all()
             assert problem.pairs == plain.pairs
 
 
@@ -52,8 +54,8 @@ def test_prefix_and_blocks_make_it_causal():
     for given in ({"prefix": 3}, {"causal_block": np.int64(4)}, {"prefix": 1, "causal_block": 1}):
         problem = Problem(**SHAPE, **given)
         assert problem.causal and problem == Problem(**SHAPE, **given, causal=True)
-        assert str(problem).endswith(str(problem.mask))
-    assert str(Problem(**SHAPE, prefix=2, causal_block=3, window=(4, None)).mask) == (
+        assert str(problem).endswith(str(problem.whole_mask))
+    assert str(Problem(**SHAPE, prefix=2, causal_block=3, window=(4, None)).whole_mask) == (
         "causal by blocks of 3 after a prefix of 2 in window 4,"
     )
     assert Problem(**SHAPE, prefix=10**30) == Problem(**SHAPE, prefix=10)  # there are no more keys

@@ -141,15 +141,15 @@ def test_intervals_are_a_dense_mask(masked, chunks, data):
         causal_block=problem.causal_block,
         **call,
     )
-    (lo,), (hi,) = problem.mask.key_interval(np.arange(seqlen), groups)
+    (lo,), (hi,) = problem.whole_mask.key_interval(np.arange(seqlen), groups)
     keys = np.arange(seqlen_k)
     assert np.array_equal((keys >= lo[:, None]) & (keys < hi[:, None]), dense)
-    assert problem.mask.pairs(groups) == dense.sum()
+    assert problem.whole_mask.pairs(groups) == dense.sum()
     rows, columns = (data.draw(layouts(tokens, chunks)) for tokens in (seqlen, seqlen_k))
     for q in range(chunks):
         at = rows.positions(q)
         for k in range(chunks):
-            (begin,), (end,) = problem.mask.key_interval(at, groups, columns_of(columns.positions(k)))
+            (begin,), (end,) = problem.whole_mask.key_interval(at, groups, columns_of(columns.positions(k)))
             local = np.arange(columns.length(k))
             assert np.array_equal(
                 (local >= begin[:, None]) & (local < end[:, None]), dense[np.ix_(at, columns.positions(k))]

@@ -99,7 +99,7 @@ def test_tokens_of_all_ranks_together(seed):
     """On the direct route, counted from intervals, as rank by rank."""
     problem, ranks, how = draw(random.Random(seed))
     for pair in how["layout_pairs"] or layouts("auto", problem, ranks):
-        work = Work(problem.mask, *pair)
+        work = Work(problem.whole_mask, *pair)
         for tile in tiles(ranks):
             load = Load(work, tile)
             assert work.moved(True, tile) == load.moved("KV").sum()

@@ -204,7 +204,7 @@ def test_prediction():
     tile, seconds = Tile(1, 1, 4), {}
     for shared in (True, False):
         problem = Problem(seqlen=4096, heads=1, head_dim=576, value_dim=512, dtype="bfloat16", shared_kv=shared)
-        load = Load(Work(problem.mask, *[Layout("contiguous", 4096, 4)] * 2), tile)
+        load = Load(Work(problem.whole_mask, *[Layout("contiguous", 4096, 4)] * 2), tile)
         moves = simulate(greedy(tile, (1, 1, 1, 1)), problem, load, DEFAULT).moves
         seconds[shared] = [float((move.arrived - move.begun).max()) for move in moves]
     assert len(seconds[True]) == 3 and all(less < more for less, more in zip(seconds[True], seconds[False]))

@@ -143,7 +143,7 @@ def test_arrays_that_share_memory_are_never_needed_together_and_order_each_other
     shared = 0
     for schedule, problem, layout in plans(400):
         work = (Forward if schedule.direction == "forward" else Backward)(problem, None)
-        activity = Activity(problem.mask, layout, layout, schedule.tile)
+        activity = Activity(problem.whole_mask, layout, layout, schedule.tile)
         for rank in range(schedule.tile.ranks):
             places = Places(schedule, rank, activity)
             sorts = places.packed and places.rows["KV"] and layout.kind != "contiguous"

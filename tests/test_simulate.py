@@ -35,7 +35,7 @@ def timeline(on, tile, kind="greedy", route="direct", direction="forward", probl
 
 def load_of(problem, tile):
     layout = Layout("zigzag" if problem.causal else "contiguous", problem.seqlen, tile.ranks)
-    return Load(Work(problem.mask, layout, layout), tile)
+    return Load(Work(problem.whole_mask, layout, layout), tile)
 
 
 def bounds(on, tile, direction="forward", problem=PROBLEM):

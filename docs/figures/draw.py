@@ -24,7 +24,7 @@ ON = machine.H100
 def predicted(problem, tile, layout="zigzag"):
     """The timeline of a tile's forward pass on ON, greedy schedule."""
     cut = Layout(layout, problem.seqlen, tile.ranks)
-    load = Load(Work(problem.mask, cut, cut), tile)
+    load = Load(Work(problem.whole_mask, cut, cut), tile)
     return simulate(cost.build("greedy", tile, "direct", problem, ON), problem, load, ON)
 
 
@@ -40,7 +40,7 @@ def strong_scaling():
 def figures():
     """Every picture by its file's name."""
     layout = Layout("contiguous", 12 * 64, 12)
-    work = Pairs(Problem(layout.seqlen, 1, 1, causal=True).mask, layout, layout).table
+    work = Pairs(Problem(layout.seqlen, 1, 1, causal=True).whole_mask, layout, layout).table
     return {
         "assignment.svg": assignment(Tile(1, 3, 4), 7),
         "assignment-causal.svg": assignment(Tile(1, 3, 4), 7, work),

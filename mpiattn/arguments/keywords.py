@@ -57,8 +57,8 @@ ELSEWHERE = {
 _LENGTHS = "lengths or, for packed documents, cu_seqlens say where sequences end"
 _DROPOUT = "there is no dropout here"
 _MASK = (
-    "there are no masks as arrays here: causal, prefix, causal_block and window say what queries see, cu_seqlens where "
-    "documents begin, and lengths where padding begins"
+    "there are no masks as arrays here: causal, prefix, causal_block, window and a mask of mpiattn.masks say what "
+    "queries see, cu_seqlens where documents begin, and lengths where padding begins"
 )
 _BIAS = "there are no biases of scores here"
 _FROM_SHAPES = "it follows from the other arguments"

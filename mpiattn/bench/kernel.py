@@ -34,7 +34,7 @@ class Block:
         tensors = Tensors(p)
         self.arrays = [tensors.tokens(name, np.arange(p.seqlen_k if name in "kv" else p.seqlen))[0] for name in NAMES]
         self.q, self.k, self.v, self.dout = map(backend.contiguous, self.arrays)
-        interval = p.mask.key_interval(np.arange(p.seqlen))
+        interval = p.whole_mask.key_interval(np.arange(p.seqlen))
         self.pairs = int((interval[1] - interval[0]).sum()) * p.heads
         interval = tuple(backend.contiguous(side.astype(np.int32)) for side in interval)
         self.inputs = BlockInputs.of(p, self.q, (self.k, self.v), *interval)

@@ -119,7 +119,7 @@ def _empty(problems):
     """Number of queries of all sequences that see no key."""
     empty = 0
     for problem in problems:
-        begin, end = problem.mask.key_interval(np.arange(problem.seqlen))
+        begin, end = problem.whole_mask.key_interval(np.arange(problem.seqlen))
         empty += int((begin >= end).sum())
     return empty
 

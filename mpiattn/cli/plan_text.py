@@ -68,7 +68,7 @@ def as_text(problem, tile, data, on):
         share=f" x {p.kv_heads}/{p.heads}" if p.kv_heads != p.heads else "",
         machine=on.name,
         least=size(data["least_sent_bytes"]),
-        mask="" if p.mask.full and data["documents"] is None else ". Of a mask only the number of pairs counts",
+        mask="" if p.whole_mask.full and data["documents"] is None else ". Of a mask only the number of pairs counts",
         memory="" if data["documents"] is None else "; enough for calls without documents",
         facts=on,
         assumes=on.assumes,

@@ -246,7 +246,7 @@ def _write(output, plan, results):
 def _local(comm, plan, activity):
     """The work of this rank; pairs: of one head, summed over the batch; empty: tokens of the batch that see no key."""
     entries = plan.problem.batch // len(activity.documents or [0])  # batch entries per group of documents
-    begin, end = plan.problem.mask.key_interval(plan.positions, activity.documents)
+    begin, end = plan.problem.whole_mask.key_interval(plan.positions, activity.documents)
     return {
         "rank": comm.rank,
         "host": socket.gethostname(),
@@ -260,7 +260,7 @@ def _local(comm, plan, activity):
 def _formulas(plan, rank, activity, direction):
     """Bytes that this rank should send in a pass by the formula, and would send on a ring."""
     layouts = plan.q_layout, plan.k_layout
-    ring = Activity(plan.problem.mask, *layouts, Tile(1, 1, plan.tile.ranks), activity.documents)
+    ring = Activity(plan.problem.whole_mask, *layouts, Tile(1, 1, plan.tile.ranks), activity.documents)
     lengths = [layout.lengths for layout in layouts]
     ring_bytes = travels.sent(plan.problem, lengths, ring.tile, rank, plan.route, direction, ring).total
     return {"formula_bytes": plan.formula(direction, activity), "ring_bytes": ring_bytes}

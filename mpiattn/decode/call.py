@@ -43,7 +43,7 @@ def _problem_of(cache, queries, heads, arguments):
             dtype=cache.dtype,
             **scores,
         )
-        bounds = problem.mask.key_interval(np.arange(queries))
+        bounds = problem.whole_mask.key_interval(np.arange(queries))
         cache.last_problem = {key: (problem, np.concatenate(bounds, axis=None) - longest)}
     return cache.last_problem[key]
 

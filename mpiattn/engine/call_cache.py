@@ -16,6 +16,14 @@ RECENT = 8  # sets of documents of which the calls are kept
 KEPT_BYTES = 64 * 2**20
 
 
+def _side_by_side(parts):
+    """Arrays (lists, groups, queries) as one; those with fewer lists are filled with empty intervals."""
+    if len(parts) == 1:
+        return parts[0]
+    lists = max(map(len, parts))
+    return np.concatenate([np.pad(part, ((0, lists - len(part)), (0, 0), (0, 0))) for part in parts], axis=2)
+
+
 class AlikeCalls:
     """What is kept for calls that are alike.  Arrays are in the back end's memory.
 
@@ -43,18 +51,23 @@ class AlikeCalls:
         """The columns [begin, end) of some keys, in order of position, that each of some queries sees.  Made once.
 
         queries, keys: ((number of a chunk, `Ranges` of its tokens), ...).
-        Returns fields of `BlockInputs`.
+        Returns fields of `BlockInputs`, of each launch that the block takes: of every list with work.  There is always
+        one launch, so that a pass without work has its events too.
         """
-        fields = self._intervals.get((queries, keys))
-        if fields is None:
+        launches = self._intervals.get((queries, keys))
+        if launches is None:
             columns = increasing(positions(self.activity.k_layout, *chunk) for chunk in keys)
             pairs = [self.activity.columns(chunk, columns, rows) for chunk, rows in queries]
-            begin, end = self._in_memory(np.concatenate(side, axis=1) for side in zip(*pairs))
-            fields = {"begin": begin, "end": end}
-            if self.nbytes + begin.nbytes + end.nbytes <= KEPT_BYTES:
-                self._intervals[queries, keys] = fields
-                self.nbytes += begin.nbytes + end.nbytes
-        return fields
+            begin, end = (_side_by_side(side) for side in zip(*pairs))
+            working = [number for number in range(len(begin)) if (begin[number] < end[number]).any()]
+            launches = [
+                dict(zip(("begin", "end"), self._in_memory((begin[number], end[number])))) for number in working or [0]
+            ]
+            nbytes = sum(array.nbytes for fields in launches for array in fields.values())
+            if self.nbytes + nbytes <= KEPT_BYTES:
+                self._intervals[queries, keys] = launches
+                self.nbytes += nbytes
+        return launches
 
     def _in_memory(self, arrays):
         return tuple(self._backend.contiguous(array, array.itemsize) for array in arrays)

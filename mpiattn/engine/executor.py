@@ -158,7 +158,7 @@ class Executor:
                 def of_launch(share, done=done, part=part):
                     meanwhile(done + share * part)
 
-            event = self.computation.launch(
+            event = self._launch(
                 q.together(rows),
                 kv.together(keys),
                 self.calls.intervals(((i, rows),), ((j, keys),)),
@@ -169,6 +169,15 @@ class Executor:
         q.used = kv.used = (event,)
         for chunk in reduced.values():
             chunk.ready = (event,)
+
+    def _launch(self, q, kv, lists, reduced, after, meanwhile):
+        """Launch a block once for each of its interval lists, of `AlikeCalls.intervals`; returns the last event."""
+        if len(lists) == 1:
+            return self.computation.launch(q, kv, lists[0], reduced, after, meanwhile)
+        for number, fields in enumerate(lists):
+            of_list = meanwhile and (lambda share, number=number: meanwhile((number + share) / len(lists)))
+            event = self.computation.launch(q, kv, fields, reduced, after, of_list)
+        return event
 
     def _wait_for_own(self):
         """Wait until this rank's own chunks are here."""
@@ -202,8 +211,8 @@ class Executor:
         unsorted = {kind: self.buffers.whole(kind) for kind in reduced if kind in ordered}
         for kind in unsorted:
             self.computation.clear(kind, ordered[kind])
-        fields = self.calls.intervals(*(tuple(places.tokens[kind].items()) for kind in GATHERED))
-        event = self.computation.launch(q.arrays, keys, fields, reduced, (*q.ready, *kv.ready), meanwhile)
+        lists = self.calls.intervals(*(tuple(places.tokens[kind].items()) for kind in GATHERED))
+        event = self._launch(q.arrays, keys, lists, reduced, (*q.ready, *kv.ready), meanwhile)
         for kind, arrays in unsorted.items():
             for dst, src in zip(arrays, ordered[kind]):
                 event = self.backend.take(dst, src, inverse)

@@ -54,5 +54,5 @@ def build(kind, tile, route, problem, machine=DEFAULT, direction="forward", node
     if kind == "collective":
         return collective(tile, route, direction)
     costs = transfer_costs(problem, tile, machine, direction, nodes)
-    schedule = greedy(tile, costs, route, direction, ahead or 0, problem.mask.opens_ahead)
+    schedule = greedy(tile, costs, route, direction, ahead or 0, problem.whole_mask.opens_ahead)
     return apart(schedule) if ahead is None else schedule

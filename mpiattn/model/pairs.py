@@ -11,7 +11,8 @@ import numpy as np
 from ..problem.closed_form import Ranges, block_pairs
 
 PIECE = 2**18  # queries counted at a time
-SAMPLED = 2**20  # queries looked at with documents
+SAMPLED = 2**20  # intervals looked at with documents, or several a query
+LOOKED_AT = 2**7  # queries that tell how many intervals a query has
 GOLDEN = 5**0.5 / 2 - 0.5  # irrational: samples at its multiples are never in step with stripes
 TABLE_PIECE = 2**14  # numbers of a table counted at a time
 FEW = 2**10  # numbers of a table that are counted together even if only some are asked for
@@ -26,21 +27,24 @@ def _ranges(layout):
 def _by_query(mask, q_layout, k_layout):
     """The pairs of `block_pairs` of all chunks, of any mask and layouts: int64 (chunks, chunks).
 
-    Of more than SAMPLED queries with documents they are estimated from so many, one of each of as many equal parts of
-    the sequence.
+    Of more than SAMPLED queries with documents, or intervals of a mask with several a query, they are estimated from
+    so many, one query of each of as many equal parts of the sequence.
     """
-    apart = max(1, -(-mask.seqlen // SAMPLED)) if mask.cuts else 1
+    lists = 1
+    if mask.mask is not None:
+        lists = len(mask.key_intervals(np.arange(mask.seqlen)[:: max(1, mask.seqlen // LOOKED_AT)])[0])
+    apart = max(1, -(-mask.seqlen * lists // SAMPLED)) if mask.cuts or lists > 1 else 1
     looked_at = -(-mask.seqlen // apart)
     total = np.zeros((q_layout.chunks, k_layout.chunks), np.int64)
     for start in range(0, looked_at, PIECE):
         queries = np.arange(start, min(start + PIECE, looked_at))
         if apart > 1:
             queries = np.minimum(queries * apart + (queries * GOLDEN % 1 * apart).astype(np.int64), mask.seqlen - 1)
-        (lo,), (hi,) = mask.key_interval(queries)
-        some = lo < hi
-        if not some.all():
-            queries, lo, hi = queries[some], lo[some], hi[some]
-        total += _in_chunks(q_layout.owner(queries), lo, hi, q_layout.chunks, k_layout)
+        owners = q_layout.owner(queries)
+        for (lo,), (hi,) in zip(*mask.key_intervals(queries)):
+            some = lo < hi
+            of = owners if some.all() else owners[some]
+            total += _in_chunks(of, lo[some], hi[some], q_layout.chunks, k_layout)
     return total if apart == 1 else np.rint(total * (mask.seqlen / looked_at)).astype(np.int64)
 
 
@@ -100,7 +104,7 @@ class Pairs:
 
     def any(self):
         """Whether there is any pair."""
-        lo, hi = self.mask.key_interval(np.array(self.mask.unpadded[:1], np.int64))
+        lo, hi = self.mask.key_intervals(np.array(self.mask.unpadded[:1], np.int64))
         if (lo < hi).any():
             return True
         return bool(self.table.any())

@@ -75,7 +75,8 @@ class Predictions:
         tiles = tuple(tile.plane for tile in space.tiles if tile.h == planes)
         work, self._load = _loads(space.mask)
         # memory goes by calls without documents: a plan makes it for these
-        self._load_without_documents = self._load if space.mask == space.problem.mask else _loads(space.problem.mask)[1]
+        without = space.problem.whole_mask
+        self._load_without_documents = self._load if space.mask == without else _loads(without)[1]
         self.bounds = Remembered(
             lambda pair: LowerBounds(self._problem, work(pair), tiles, self._machine, self._nodes, self._passes)
         )

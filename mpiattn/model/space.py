@@ -55,7 +55,7 @@ def layouts(argument: Any, problem: Problem, ranks: int, mask: Mask | None = Non
     """
     if isinstance(argument, str):
         one_of("layout", argument, (*LAYOUTS, "auto"))
-        kinds = [argument] if argument != "auto" else auto_kinds(mask or problem.mask, ranks)
+        kinds = [argument] if argument != "auto" else auto_kinds(mask or problem.whole_mask, ranks)
         return [pair_of((kind, kind), problem, ranks) for kind in kinds]
     pair = of_sizes(argument, ranks)
     if isinstance(pair, Layout):
@@ -145,7 +145,7 @@ class SearchSpace:
             layout_pairs=self.layout_pairs or layouts("auto", p, self.ranks, self.mask),
             nodes=nodes_of(self.ranks, self.machine) if nodes is None else np.asarray(nodes),
             max_memory=memory_limit(self.max_memory),
-            mask=self.mask or p.mask,
+            mask=self.mask or p.whole_mask,
         )
 
     @property

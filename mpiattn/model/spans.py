@@ -37,7 +37,12 @@ class Spans:
             (np.where(some_q, lo, NONE), np.where(some_q, hi, 0)),
         )
 
-    def needed(self, column, chunks, others):
+    def tokens(self, column, chunks, others):
+        """As `Work.tokens`."""
+        first, last = self.ends(column, chunks, others)
+        return np.where(first < last, last - first, 0).sum(axis=0)
+
+    def ends(self, column, chunks, others):
         """The tokens [first, last) of each run that every rank needs: two int64 arrays (runs, hops, ranks).
 
         chunks: those that the rank gathers, of keys with `column`, else of queries: (hops, ranks).
@@ -62,7 +67,7 @@ class Spans:
     def moved(self, column, groups, own):
         """Tokens that groups of chunks of the other side need, except the group of their owner, summed over all groups.
 
-        As of `needed`, counted from each run's first token that a group needs to its last.
+        As of `ends`, counted from each run's first token that a group needs to its last.
         groups: chunks of the other side: (groups, members).
         own: the group of every chunk's owner: (chunks,).
         """

@@ -13,6 +13,7 @@ from ..schedule.remembered import Remembered
 from ..schedule.route import leg_of, passed_on
 from .pairs import Pairs
 from .spans import NONE, Spans
+from .token_sets import TokenSets
 
 PACKING = 0.5  # share of a machine's edge that packing rows takes; the rest is tiles that a mask cuts
 
@@ -22,7 +23,7 @@ def _all_see(mask, q_layout, k_layout):
 
     It does if keys are striped and it sees as many keys in a row as there are chunks.
     """
-    if not k_layout.striped:
+    if not k_layout.striped or mask.mask is not None:
         return False
     starts, lengths, step = q_layout.all_ranges()
     last = np.sort(np.where(lengths > 0, starts + (lengths - 1) * step, 0).max(axis=0))
@@ -52,12 +53,12 @@ class Work:
         self.whole = shortest > 0 and (mask.full or _all_see(mask, q_layout, k_layout))
 
     @cached_property
-    def spans(self):
-        """The `Spans` of the tokens that travel; None where all or nothing of a chunk does."""
+    def needed(self):
+        """The `Spans` or `TokenSets` of the tokens that travel; None where all or nothing of a chunk does."""
         q_layout, k_layout = self._layouts
         striped = q_layout.striped or k_layout.striped
         whole = self._mask.full or striped or q_layout.chunks == 1 or not self.counts.any()
-        return None if whole else Spans(self._mask, q_layout, k_layout)
+        return None if whole else (Spans if self._mask.mask is None else TokenSets)(self._mask, q_layout, k_layout)
 
     @property
     def pairs(self):
@@ -76,12 +77,12 @@ class Work:
             return 0  # all in one group have the same
         chunks = np.arange(tile.ranks).reshape(tile.b, tile.a)
         groups, own = (chunks, chunks.ravel() // tile.a) if column else (chunks.T, chunks.ravel() % tile.a)
-        if self.spans is not None:
-            return self.spans.moved(column, groups, own)
+        if self.needed is not None:
+            return self.needed.moved(column, groups, own)
         if self.whole:
             return int(self.lengths[column].sum()) * (len(groups) - 1)
-        needed = self._any[column].reshape(tile.b, tile.a, -1).any(axis=1 if column else 0)  # (groups, chunks)
-        return int((self.lengths[column] * (needed.sum(axis=0) - needed[own, chunks.ravel()])).sum())
+        some = self._any[column].reshape(tile.b, tile.a, -1).any(axis=1 if column else 0)  # (groups, chunks)
+        return int((self.lengths[column] * (some.sum(axis=0) - some[own, chunks.ravel()])).sum())
 
     def tokens(self, column, chunks, others):
         """Tokens of chunks that are needed together with any of `others`, chunks of the other side.
@@ -89,9 +90,8 @@ class Work:
         chunks: of keys with `column`, else of queries: (hops, ranks).
         others: (hops, ranks).
         """
-        if self.spans is not None:
-            first, last = self.spans.needed(column, chunks, others)
-            return np.where(first < last, last - first, 0).sum(axis=0)
+        if self.needed is not None:
+            return self.needed.tokens(column, chunks, others)
         if self.whole:
             return self.lengths[column][chunks]
         pairs = self.pairs.T if column else self.pairs
@@ -132,7 +132,7 @@ class Load:
     """
 
     def __init__(self, work, tile):
-        self.lengths, self.ordered, self._work = work.lengths, work.ordered, work
+        self.lengths, self.ordered, self._work, self._tile = work.lengths, work.ordered, work, tile
         ranks = np.arange(tile.ranks)
         self.chunks = chunks_of(tile, False, ranks), chunks_of(tile, True, ranks)
         self.pairs = work.pairs[self.chunks[0][:, None], self.chunks[1][None]]
@@ -168,11 +168,11 @@ class Load:
         Hops are those from the owner ahead to the rank.
         """
         chunks = self.chunks[column]
-        if self._work.spans is None:
+        if self._work.needed is None:
             needed = self.pairs.any(axis=0 if column else 1)[None]
             ends = np.where(needed, 0, NONE), needed * self.lengths[column][chunks]
         else:
-            ends = self._work.spans.needed(column, chunks, self.chunks[not column])
+            ends = self._work.needed.ends(column, chunks, self.chunks[not column])
         by_owner, hops = tuple(np.empty_like(end) for end in ends), np.arange(len(chunks))[:, None]
         for to, end in zip(by_owner, ends):
             to[:, hops, chunks] = end
@@ -191,7 +191,11 @@ class Load:
         earlier, later: whether a hop also carries what the users of the hops before it need, of those after it.
         together: whether it carries one range of a chunk.
         """
-        chunks, (first, last) = self.chunks[column], (ends[:, 1:] for ends in self._needed(column))
+        chunks = self.chunks[column]
+        if isinstance(self._work.needed, TokenSets):
+            tokens = self._work.needed.by_owner(column, self._tile.a, len(chunks), earlier, later, together)
+            return tokens[np.arange(len(chunks))[:, None], chunks]
+        first, last = (ends[:, 1:] for ends in self._needed(column))
         if together:
             first, last = first.min(axis=0, keepdims=True), last.max(axis=0, keepdims=True)
         if earlier:

@@ -111,7 +111,7 @@ class Decision:
     @functools.cached_property
     def activity(self) -> Activity:
         """The activity of calls without documents."""
-        return Activity(self.problem.mask, *self.choice.mesh_layouts, self.choice.tile.plane)
+        return Activity(self.problem.whole_mask, *self.choice.mesh_layouts, self.choice.tile.plane)
 
     @functools.cached_property
     def rank_steps(self) -> Remembered:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ..backends.base import Array
     from ..model.machine import Machine
     from ..problem.documents import PerDocument
+    from ..problem.interval_mask import IntervalMask
     from ..problem.layout import AnyLayout
     from ..schedule.tile import Tile
 
@@ -64,6 +65,10 @@ class MeshAttention(Verified):
         Tokens of the keys and elements of a value.
     shared_kv : bool, default False
         Whether a value is the first value_dim elements of its key (absorbed MLA): v is None, dk has both gradients.
+    mask : mask of `mpiattn.masks`, default None
+        Several intervals of keys a query: neighbourhoods on a grid, global tokens, lists of ranges and others.  Its
+        positions are those of the whole sequence, also with documents.  A query sees the keys that this and all other
+        masks show.
     tile : str, tuple of int or Tile, default "auto"
         "AxB" (A query chunks x B KV chunks, A * B = ranks); "HxAxB" (the same on each of H planes, which have 1/H of
         batch and heads, H * A * B = ranks); the numbers; "ring", "qring", "ulysses" (a rank a plane) or "auto".
@@ -144,6 +149,7 @@ class MeshAttention(Verified):
         seqlen_k: int | None = None,
         value_dim: int | None = None,
         shared_kv: bool = False,
+        mask: IntervalMask | None = None,
         tile: str | tuple[int, int] | Tile = "auto",
         layout: AnyLayout = "auto",
         mesh_layout: str = "auto",

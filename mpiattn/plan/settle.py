@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 from collections import OrderedDict
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from ..arguments.keywords import for_record
@@ -19,6 +19,7 @@ from .decision import Decision
 from .options import Options
 
 REMEMBERED = 64  # choices of a process, and plans made from them
+OF_EVERY_RANK = ("problem", "mask")  # fields of a Decision; a mask may be large, or a function that cannot be pickled
 # options on which the choice does not depend, or only by the machine that is found for them
 NOT_CHOSEN_BY = ("backend", "transport", "max_message", "machine", "timeout")
 
@@ -56,7 +57,7 @@ def settle(home: Home, peers: Peers, asked: Asked) -> tuple[Decision, Backend]:
         return _remembered_choice(problem, checked, machine, order, nodes)
 
     # on rank 0 only: time and memory grow with the square of the ranks
-    return _decision_of(from_rank_0(peers, choose)), backend
+    return _decision_of(from_rank_0(peers, choose), problem, checked.expected_cu_seqlens), backend
 
 
 _CHOSEN: OrderedDict[str, bytes] = OrderedDict()  # pickled plans by what they were chosen for, the oldest first
@@ -65,21 +66,27 @@ _CHOSEN: OrderedDict[str, bytes] = OrderedDict()  # pickled plans by what they w
 def _remembered_choice(
     problem: Problem, checked: CheckedOptions, machine: Machine, order: tuple[int, ...] | None, nodes: list[int]
 ) -> bytes:
-    """The Decision of `_choose`, pickled.  It is remembered, because programs make the same plan again."""
+    """The fields of the Decision of `_choose`, pickled, but for those that every rank has.
+
+    They are remembered, because programs make the same plan again.
+    """
     options = [value for name, value in vars(checked).items() if name not in NOT_CHOSEN_BY]
     asked_for = repr((problem, options, machine, order, nodes))
     chosen = _CHOSEN.get(asked_for)
     if chosen is None:
-        chosen = _CHOSEN[asked_for] = pickle.dumps(_choose(problem, checked, machine, order, nodes))
+        decision = _choose(problem, checked, machine, order, nodes)
+        chosen = _CHOSEN[asked_for] = pickle.dumps(
+            {each.name: getattr(decision, each.name) for each in fields(decision) if each.name not in OF_EVERY_RANK}
+        )
         if len(_CHOSEN) > REMEMBERED:
             _CHOSEN.popitem(last=False)
     return chosen
 
 
 @functools.lru_cache(REMEMBERED)
-def _decision_of(pickled: bytes) -> Decision:
-    """The same Decision for the same bytes, so that its schedules are built once."""
-    return pickle.loads(pickled)
+def _decision_of(pickled: bytes, problem: Problem, cuts: tuple[int, ...] | None) -> Decision:
+    """The same Decision for the same bytes and problem, so that its schedules are built once."""
+    return Decision(problem=problem, mask=problem.mask_of(cuts), **pickle.loads(pickled))
 
 
 def _choose(
@@ -105,7 +112,7 @@ def _choose(
     )
     (best, *_), _, fastest = search.within_memory(space)
     longest = best.seconds
-    if mask != problem.mask:  # any call may have other documents, or none
+    if mask != problem.whole_mask:  # any call may have other documents, or none
         longest = max(longest, search.without_documents(space, best))
     return Decision(problem, best, machine, order, nodes, fastest, checked.overlap, mask, longest)
 

@@ -53,8 +53,8 @@ class IntervalMask:
 
 
 class Both(IntervalMask):
-    pass
+    """To be written."""
 
 
 class Either(IntervalMask):
-    pass
+    """To be written."""

@@ -1,4 +1,6 @@
-"""Masks as row intervals: every query attends to one interval of key positions.
+"""Masks as row intervals: every query attends to a few intervals of key positions.
+
+`causal`, `window`, prefixes, causal blocks and documents leave one interval; a `problem.interval_mask` several.
 
 `causal` and `window` are relative to a diagonal that is aligned bottom-right: the diagonal of query i is key
 i + Sk - Sq, so that of the last query is the last key.  Causal, with Sq = 2, Sk = 4 and Sq = 4, Sk = 2 (1 = attends):
@@ -26,20 +28,20 @@ of 2, Sq = Sk = 4:
 
 Documents packed in one sequence (`problem.documents`) see only themselves.  Each has its own diagonal, may have its own
 prefix, and may be causal or not.  Tokens in no document are padding and see nothing.  A query sees the keys that all
-of these masks allow, and any combination leaves one interval of keys.
+of these masks allow, and any combination leaves one interval of keys.  The caller's `IntervalMask` cuts it to several.
 
-What a query sees stands in `Mask.rule` alone.  Everything else asks the rule about some queries: of long sequences only
-about a few, because neither end of the interval moves back from query to query.  `problem.closed_form` answers faster
-for some masks, and is not asked about a mask that it does not know.
+What a query sees stands in `Mask.rule` alone, and in the caller's mask.  Everything else asks these about some queries:
+of long sequences only about a few, because neither end of an interval moves back from query to query.
+`problem.closed_form` answers faster for some masks, and is not asked about a mask that it does not know.
 
-Positions inside a chunk increase under every layout.  The interval is therefore one interval [begin, end) of the
+Positions inside a chunk increase under every layout.  An interval is therefore one interval [begin, end) of the
 chunk's local columns.  Kernels take only these two integers per row; they know neither masks nor layouts.  The more
 keys come before a position, the later it is, so the limits of a document become columns once for all of its queries.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -51,6 +53,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
+
+    from .interval_mask import IntervalMask
 
 PIECE = 2**15  # queries looked at at a time: their intervals stay in cache
 FEW_RANGES = 4  # of keys, up to which arithmetic is faster than a search
@@ -125,6 +129,7 @@ class Mask:
     prefix: number of leading keys that all queries see in spite of `causal`.
     causal_block: number of keys in a block; `causal` lets a query see to the end of its block.  None or 1: to the
         diagonal.
+    mask: an `IntervalMask` of the caller, which hides more keys; None for none.
     cuts: where documents of as many queries as keys begin and the last ends; None without.  A call's own documents
         are arguments of the methods, and take their place.
     """
@@ -135,6 +140,7 @@ class Mask:
     window: Window = (None, None)
     prefix: int = 0
     causal_block: int | None = None
+    mask: IntervalMask | None = None
     cuts: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
@@ -143,7 +149,8 @@ class Mask:
         window = "" if self.window == (None, None) else f" in window {left},{right}"
         prefix = f" after a prefix of {self.prefix}" if self.prefix else ""
         blocks = f" by blocks of {self.causal_block}" if self.causal_block else ""
-        return f"{'causal' if self.causal else 'full'}{blocks}{prefix}{window}"
+        rule = f"{'causal' if self.causal else 'full'}{blocks}{prefix}{window}"
+        return rule if self.mask is None else str(self.mask) if rule == "full" else f"{rule}, {self.mask}"
 
     def rule(self, queries: Queries) -> tuple[IntArray | None, IntArray | None]:
         """The first key that each query sees, and one past the last: each int64 (queries,), or None for no limit.
@@ -207,8 +214,8 @@ class Mask:
         The first half would not tell what most queries see: a window is cut short at its begin, and a prefix lets the
         first queries see more keys than they are.
         """
-        lo, hi = self.key_interval(_sample(self.seqlen // 2, self.seqlen))
-        return int((hi - lo).max(initial=0))
+        lo, hi = self.key_intervals(_sample(self.seqlen // 2, self.seqlen))
+        return int((hi - lo).sum(axis=0).max(initial=0))
 
     @cached_property
     def opens_ahead(self) -> bool:
@@ -219,15 +226,34 @@ class Mask:
         """
         return _opens_ahead(self)
 
-    def key_interval(
+    def key_intervals(
         self, positions: IntArray, documents: Sequence[Group] | None = None, to_columns: ToColumns | None = None
     ) -> tuple[IntArray, IntArray]:
-        """Keys [lo, hi) that the queries at `positions` see: two int64 arrays (groups, queries).
+        """Keys [lo, hi) that the queries at `positions` see: two int64 arrays (lists, groups, queries).
+
+        There is one list, or as many as `mask` needs for these queries; the intervals of a query are disjoint.
 
         positions: increasing, or the same twice.
         documents: the `Group`s from `mpiattn.problem.documents.documents`; None for the sequence as one document.
         to_columns: of `columns_of`: the result is then columns of that chunk, int32.  None for positions.
         """
+        if self.mask is None:
+            lo, hi = self.key_interval(positions, documents, to_columns)
+            return lo[None], hi[None]
+        first, last = self.key_interval(positions, documents)
+        begin: IntArray
+        end: IntArray
+        begin, end = (bound[:, None] for bound in self.mask.intervals(positions, self.seqlen, self.seqlen_k))
+        if not len(begin):
+            begin = end = np.zeros((1, 1, len(positions)), np.int64)
+        lo = np.minimum(np.maximum(begin, first), last)
+        hi = np.maximum(np.minimum(end, last), lo)
+        return (lo, hi) if to_columns is None else (to_columns(lo), to_columns(hi))
+
+    def key_interval(
+        self, positions: IntArray, documents: Sequence[Group] | None = None, to_columns: ToColumns | None = None
+    ) -> tuple[IntArray, IntArray]:
+        """As `key_intervals` but for `mask`, which hides some of these keys: two arrays (groups, queries)."""
         groups = documents or self._whole
         shape = len(groups), len(positions)
         lo, hi = (np.zeros(shape, np.int32 if to_columns else np.int64) for _ in range(2))
@@ -236,34 +262,48 @@ class Mask:
         return lo, hi
 
     def keys_seen_by(self, queries: IntArray) -> IntArray:
-        """As `key_interval` without documents, of queries in any order: (lo, hi), int64 (2, *shape of queries)."""
+        """Without `mask` and a call's documents, of queries in any order: (lo, hi), int64 (2, *shape of queries)."""
         order = np.argsort(queries, axis=None, kind="stable")  # fast where most are in order
         ends = np.empty((2, queries.size), np.int64)
         ends[:, order] = np.concatenate(self.key_interval(queries.ravel()[order]))
         return ends.reshape(2, *queries.shape)
 
-    def reach(self, cuts: IntArray, documents: Sequence[Group] | None = None) -> tuple[IntArray, IntArray, IntArray]:
-        """The keys that pieces of the sequence see: of every document and piece that share queries, what these see.
+    def pieces(self, documents: Sequence[Group] | None = None) -> IntArray | None:
+        """Where pieces of the queries begin, besides documents: the first and the last query tell what all of one see.
+
+        None if each query must be asked.
+        """
+        if self.mask is None:
+            return np.zeros(0, np.int64)
+        if documents is not None or not replace(self, mask=None).full:
+            return None  # keys between those of two queries may be hidden
+        return self.mask.cuts(self.seqlen, self.seqlen_k)
+
+    def reach(
+        self, cuts: IntArray, pieces: IntArray, documents: Sequence[Group] | None = None
+    ) -> tuple[IntArray, IntArray, IntArray]:
+        """The keys that parts of the sequence see: of every list, document, piece and part that share queries.
 
         By the two rules of `rule` it is one interval, from what the first of these queries sees to what the last does.
 
-        cuts: where the pieces begin, which follow one another, and where the last ends.
-        Returns lo, hi and the number of the piece: three arrays with an element for every document and piece.
+        cuts: where the parts begin, which follow one another, and where the last ends.  pieces: as of `pieces`.
+        Returns lo, hi and the number of the part: three arrays.
         """
         ends: list[tuple[IntArray, IntArray, IntArray]] = []
         for group in documents or self._whole:
-            both = np.sort(np.concatenate([cuts, group.q_cuts]))
+            both = np.sort(np.concatenate([cuts, group.q_cuts, pieces]))
             document = group.q_cuts.searchsorted(both[:-1], "right") - 1
             some = (both[:-1] < both[1:]) & (document >= 0) & (document < len(group.q_cuts) - 1)
             first, last, document = both[:-1][some], both[1:][some] - 1, document[some]
             queries = np.empty(2 * len(first), np.int64)
             queries[::2], queries[1::2] = first, last
-            (lo,), (hi,) = self.key_interval(queries, (group,))
+            (lo,), (hi,) = (side.swapaxes(0, 1) for side in self.key_intervals(queries, (group,)))
+            part = np.broadcast_to(cuts.searchsorted(first, "right") - 1, (len(lo), len(first)))
             # a query that sees nothing may begin later
-            end = np.minimum(hi[1::2], group.k_cuts[document + 1])
-            ends.append((lo[::2], end, cuts.searchsorted(first, "right") - 1))
-        lo, end, piece = ends[0] if len(ends) == 1 else (np.concatenate(arrays) for arrays in zip(*ends))
-        return lo, end, piece
+            end = np.minimum(hi[:, 1::2], group.k_cuts[document + 1])
+            ends.append((lo[:, ::2].ravel(), end.ravel(), part.ravel()))
+        lo, end, part = ends[0] if len(ends) == 1 else (np.concatenate(arrays) for arrays in zip(*ends))
+        return lo, end, part
 
     def _interval(self, positions: IntArray, group: Group, convert: ToColumns, lo: IntArray, hi: IntArray) -> None:
         """Write the keys that queries see to `lo` and `hi`, which are 0; padding before and after documents stays 0.
@@ -320,18 +360,30 @@ class Mask:
             first = np.zeros(1, np.int64)
             queries, keys = (Ranges(first, np.array([count]), 1) for count in (self.seqlen, self.seqlen_k))
             return int(block_pairs(self, [queries], [keys], (first, first))[0])
+        return _pairs(self) if documents is None else self._pairs(documents)
+
+    def _pairs(self, documents: Sequence[Group] | None) -> int:
+        """As `pairs`, by a look at every query."""
         total = 0
         for start in range(0, self.seqlen, PIECE):
-            lo, hi = self.key_interval(np.arange(start, min(start + PIECE, self.seqlen)), documents)
+            lo, hi = self.key_intervals(np.arange(start, min(start + PIECE, self.seqlen)), documents)
             total += int((hi - lo).sum())
         return total
 
 
 # What follows from the rule is remembered by the mask's fields: each `Problem` makes its own `Mask`, a plan several.
 @lru_cache(REMEMBERED)
+def _pairs(mask: Mask) -> int:
+    """As `Mask.pairs` without a call's documents."""
+    return mask._pairs(None)
+
+
+@lru_cache(REMEMBERED)
 def _full(mask: Mask) -> bool:
     """As `Mask.full`: if the first query and the last see every key, so do all between."""
-    lo, hi = mask.key_interval(np.array([0, mask.seqlen - 1][: mask.seqlen], np.int64))
+    if mask.mask is not None:
+        return mask.pairs() == mask.seqlen * mask.seqlen_k
+    lo, hi = mask.key_intervals(np.array([0, mask.seqlen - 1][: mask.seqlen], np.int64))
     return not lo.any() and bool((hi == mask.seqlen_k).all())
 
 
@@ -339,12 +391,12 @@ def _full(mask: Mask) -> bool:
 def _opens_ahead(mask: Mask) -> bool:
     """As `Mask.opens_ahead`."""
     shift = mask.seqlen_k - mask.seqlen
-    if mask.full:
+    if mask.full or mask.mask is not None:
         return False
     queries = _sample(max(-shift, 0), mask.seqlen - 1)  # the last query's diagonal is the last key
-    _, (end,) = mask.key_interval(queries)
+    _, ((end,),) = mask.key_intervals(queries)
     inner = end[end < mask.seqlen_k]
-    further = mask.key_interval(inner - 1 - shift)[1] > inner
+    further = mask.key_intervals(inner - 1 - shift)[1] > inner
     return len(queries) > 0 and bool(further.all())
 
 

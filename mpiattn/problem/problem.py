@@ -11,6 +11,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..system.closest import of_choices
+from .interval_mask import IntervalMask
 from .mask import MASK_FIELDS, Mask, Window
 from .values import truth, whole_number
 
@@ -117,6 +118,7 @@ class Problem:
     wire_dtype: dtype of partials in messages, at most as wide as partial_dtype, the dtype in which they accumulate and
         the default.  lse always travels in partial_dtype.
     prefix, causal_block: as in `mpiattn.problem.mask`; either makes the problem causal.
+    mask: a mask of several intervals, of `mpiattn.masks`; it hides keys besides those that the others hide.
     """
 
     seqlen: int
@@ -135,6 +137,7 @@ class Problem:
     prefix: int = 0
     causal_block: int | None = None
     shared_kv: bool = False
+    mask: IntervalMask | None = None
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -174,6 +177,13 @@ class Problem:
             put("softcap", _finite("softcap", self.softcap) or None)
             if self.softcap is not None and self.softcap < 0:
                 raise ArgumentError(f"softcap is {self.softcap!r}; it must be positive, or None or 0 for none")
+        if self.mask is not None:
+            if not isinstance(self.mask, IntervalMask):
+                raise ArgumentError(
+                    f"mask is a {type(self.mask).__name__}; it must be a mask of mpiattn.masks, or None.  There are no "
+                    "masks as arrays here"
+                )
+            self.mask.check(self.seqlen, self.seqlen_k)
         limits = np.finfo(self.partial_dtype)
         # Half the largest number, since a back end may convert scores to base 2.  Subnormal numbers lose digits.
         tiny, most = float(limits.tiny), float(limits.max) / 2
@@ -203,7 +213,7 @@ class Problem:
         tokens = f"{self.seqlen} tokens" if self.seqlen_k == self.seqlen else f"{self.seqlen} x {self.seqlen_k} tokens"
         heads = f"{self.heads} heads" + (f" ({self.kv_heads} KV)" if self.kv_heads != self.heads else "")
         dims = dims_in_words(self.head_dim, self.value_dim, self.shared_kv)
-        return f"batch {self.batch}, {tokens}, {heads} x {dims}, {self.dtype}, {self.mask}"
+        return f"batch {self.batch}, {tokens}, {heads} x {dims}, {self.dtype}, {self.whole_mask}"
 
     @cached_property
     def without_tokens(self) -> "Problem":
@@ -220,13 +230,13 @@ class Problem:
         )
 
     @cached_property
-    def mask(self) -> Mask:
-        """The `Mask`: the keys that each query sees."""
+    def whole_mask(self) -> Mask:
+        """The `Mask`: the keys that each query sees, by all of the problem's masks."""
         return Mask(**{name: getattr(self, name) for name in MASK_FIELDS})
 
     def mask_of(self, cuts: tuple[int, ...] | None) -> Mask:
         """The mask of a call with documents; without cuts, that of a call without.  cuts: as of `Mask`."""
-        return self.mask if cuts is None else replace(self.mask, cuts=cuts)
+        return self.whole_mask if cuts is None else replace(self.whole_mask, cuts=cuts)
 
     @property
     def itemsize(self) -> int:
@@ -256,7 +266,7 @@ class Problem:
     @cached_property
     def pairs(self) -> int:
         """Number of attended (query, key) pairs without documents."""
-        return self.mask.pairs()
+        return self.whole_mask.pairs()
 
 
 @lru_cache(64)

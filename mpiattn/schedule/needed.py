@@ -2,7 +2,8 @@
 
 A rank needs the keys of a chunk that some query of its tile sees, and the queries of a chunk that see some key of its
 tile.  It returns partials of the same rows.  What travels is, of each run of tokens that the layout gives the chunk
-(two in zigzag), the part from the first to the last token that is needed; nothing if none is.  If queries or keys are
+(two in zigzag), the part from the first to the last token that is needed; nothing if none is.  Under a mask of several
+intervals only the tokens that are needed travel, in as many ranges as that takes.  If queries or keys are
 striped, a whole chunk travels, or nothing of it.  An MPI collective sends one range of a chunk to all of a group.
 These are pure functions of masks, layouts and documents, so both ends of a transfer agree.
 """
@@ -14,7 +15,7 @@ import numpy as np
 
 from ..problem.mask import PIECE, columns_of
 from .kinds import IN_COLUMNS
-from .ranges import cover, runs_of, total, whole
+from .ranges import cover, runs_of, total, union, whole
 from .remembered import Remembered
 from .route import leg_of, passed_on
 
@@ -33,6 +34,20 @@ def _union(lo, hi):
     return lo[np.concatenate([[0], gaps + 1])], hi[np.concatenate([gaps, [-1]])]
 
 
+def _by_piece(key_intervals, positions, *how):
+    """As `key_intervals(positions, *how)` of a `Mask`, of many queries by a look at PIECE at a time."""
+    if len(positions) <= PIECE:
+        return key_intervals(positions, *how)
+    parts = [key_intervals(positions[start : start + PIECE], *how) for start in range(0, len(positions), PIECE)]
+    (_, groups, _), dtype = parts[0][0].shape, parts[0][0].dtype
+    lists = max(len(lo) for lo, _ in parts)
+    both = tuple(np.zeros((lists, groups, len(positions)), dtype) for _ in range(2))
+    for number, part in enumerate(parts):
+        for whole_side, side in zip(both, part):
+            whole_side[: len(side), :, number * PIECE : (number + 1) * PIECE] = side
+    return both
+
+
 class Activity:
     """The blocks of one call that have work.
 
@@ -43,6 +58,7 @@ class Activity:
         self.mask, self.q_layout, self.k_layout = mask, q_layout, k_layout
         self.tile, self.documents = tile, documents
         self.striped = q_layout.striped or k_layout.striped
+        self.exact = mask.mask is not None and not self.striped  # only what is needed travels
         self.full = documents is None and mask.full
         self._of_sequences = {}  # by their slice of the batch, the activities of some sequences
         self.seen, self._rows = Remembered(self._seen), Remembered(self._rows_of)
@@ -74,44 +90,46 @@ class Activity:
         """Forget the intervals of single queries, which are large: the tokens that travel are known."""
         self._rows.clear()
 
-    def interval(self, chunk):
-        """The keys [lo, hi) that each query of a chunk sees, as positions: two int64 arrays (groups, tokens)."""
-        return self.mask.key_interval(self.q_layout.positions(chunk), self.documents)
+    def intervals(self, chunk):
+        """The keys [lo, hi) that each query of a chunk sees, as positions: two int64 arrays (lists, groups, tokens)."""
+        return _by_piece(self.mask.key_intervals, self.q_layout.positions(chunk), self.documents)
 
     def columns(self, chunk, keys, rows=None):
-        """The keys [begin, end) that each query of a chunk sees, as columns of some keys: int32, as of `interval`.
+        """The keys [begin, end) that each query of a chunk sees, as columns of some keys: int32, as of `intervals`.
 
         keys: their positions, as for `columns_of`.
         rows: `Ranges` of the chunk's queries; None for all.
         """
-        to_columns = columns_of(keys)
-        positions, groups = self.q_layout.positions(chunk), len(self.documents or (None,))
+        positions = self.q_layout.positions(chunk)
         if rows is not None and rows != whole(len(positions)):
             positions = np.concatenate([positions[:0], *(positions[start:stop] for start, stop in rows)])
-        if len(positions) <= PIECE:
-            return self.mask.key_interval(positions, self.documents, to_columns)
-        begin, end = (np.empty((groups, len(positions)), np.int32) for _ in range(2))
-        for start in range(0, len(positions), PIECE):
-            part = slice(start, start + PIECE)
-            begin[:, part], end[:, part] = self.mask.key_interval(positions[part], self.documents, to_columns)
-        return begin, end
+        return _by_piece(self.mask.key_intervals, positions, self.documents, columns_of(keys))
 
     @cached_property
     def _reach(self):
-        """The keys [lo, hi) that queries of each document see, chunk after chunk, and where each chunk's begin."""
+        """The keys [lo, hi) that parts of each chunk see, chunk after chunk, and where each chunk's begin.
+
+        None if each query must be asked.
+        """
+        pieces = self.mask.pieces(self.documents)
+        if pieces is None or self.q_layout.striped:
+            return None
         cuts, owners = self.q_layout.owners
-        lo, hi, piece = self.mask.reach(cuts, self.documents)
+        lo, hi, piece = self.mask.reach(cuts, pieces, self.documents)
         owner = owners[piece]
         order = np.argsort(owner, kind="stable")
         return lo[order], hi[order], owner[order].searchsorted(np.arange(self.q_layout.chunks + 1)).tolist()
 
     def _seen(self, chunk):
         """The union of the keys that the queries of a chunk see, as disjoint intervals: their starts and their ends."""
-        if self.q_layout.striped:
-            lo, hi = self.interval(chunk)
-            return _union(lo.ravel(), hi.ravel())
-        lo, hi, starts = self._reach  # of all chunks at once: a call asks for those of most
-        return _union(lo[starts[chunk] : starts[chunk + 1]], hi[starts[chunk] : starts[chunk + 1]])
+        if self._reach is not None:  # of all chunks at once: a call asks for those of most
+            lo, hi, starts = self._reach
+            return _union(lo[starts[chunk] : starts[chunk + 1]], hi[starts[chunk] : starts[chunk + 1]])
+        positions, unions = self.q_layout.positions(chunk), []
+        for start in range(0, len(positions), PIECE):
+            ends = self.mask.key_intervals(positions[start : start + PIECE], self.documents)
+            unions.append(_union(*(side.ravel() for side in ends)))
+        return unions[0] if len(unions) == 1 else _union(*map(np.concatenate, zip((positions[:0],) * 2, *unions)))
 
     def has_work(self, i, j):
         """Whether any query of chunk i sees any key of chunk j."""
@@ -131,17 +149,24 @@ class Activity:
                 continue
             at, end = np.searchsorted(hi, tokens.start, "right"), np.searchsorted(lo, tokens.stop, "left")
             if tokens and at < end:
-                first, last = max(int(lo[at]), tokens.start), min(int(hi[end - 1]), tokens.stop)
-                seen.append((before + first - tokens.start, before + last - tokens.start))
-        return whole(self.k_layout.length(j)) if self.striped and seen else cover(runs, seen)
+                shift, begins, ends = before - tokens.start, lo[at:end], hi[at:end]
+                if not self.exact:
+                    begins, ends = begins[:1], ends[-1:]
+                begins, ends = (side.clip(tokens.start, tokens.stop) + shift for side in (begins, ends))
+                seen += zip(begins.tolist(), ends.tolist())
+        return whole(self.k_layout.length(j)) if self.striped and seen else self._travels_of(runs, seen)
+
+    def _travels_of(self, runs, ranges):
+        """The tokens of a chunk that travel if those in `ranges` are needed.  runs: of the chunk."""
+        return union(ranges) if self.exact else cover(runs, ranges)
 
     def _rows_of(self, chunk):
-        """By group of documents: the queries of a chunk that see anything, and the keys [lo, hi) that they see.
+        """By list and group of documents: the queries of a chunk that see anything, and the keys [lo, hi) they see.
 
-        These increase from query to query, also from one document to the next.
+        These increase from query to query, also from one document to the next, unless the mask has several intervals.
         """
         by_group = []
-        for lo, hi in zip(*self.interval(chunk)):
+        for lo, hi in zip(*(side.reshape(-1, side.shape[-1]) for side in self.intervals(chunk))):
             rows = np.flatnonzero(lo < hi)
             by_group.append((rows, lo[rows], hi[rows]))
         return by_group
@@ -150,6 +175,14 @@ class Activity:
         """The queries of chunk i that see keys of chunk j, as `Ranges`."""
         if self.striped or self.full:
             return whole(self.q_layout.length(i)) if self.has_work(i, j) else ()
+        if not self.has_work(i, j):
+            return ()
+        if self.exact:
+            before, some = columns_of(self.k_layout.ranges(j)), np.zeros(self.q_layout.length(i) + 2, bool)
+            for rows, lo, hi in self._rows(i):
+                some[1 + rows[before(lo) < before(hi)]] = True
+            ends = np.flatnonzero(some[1:] != some[:-1]).tolist()
+            return tuple(zip(ends[::2], ends[1::2]))
         seeing, runs = [], runs_of(self.q_layout, i)
         for rows, lo, hi in self._rows(i):
             for tokens in filter(len, self.k_layout.ranges(j)):
@@ -175,7 +208,7 @@ class Activity:
             parts, layout = (self.keys(i, chunk) for i in self.tile.row(rank)), self.k_layout
         else:
             parts, layout = (self.queries(chunk, j) for j in self.tile.column(rank)), self.q_layout
-        return cover(runs_of(layout, chunk), chain.from_iterable(parts))
+        return self._travels_of(runs_of(layout, chunk), chain.from_iterable(parts))
 
     def _travelling(self, kind, rank, hop, route="direct", collective=False):
         """The tokens that a rank sends in the transfer of one hop of a kind, as `Ranges`; () if it sends nothing."""
@@ -184,8 +217,9 @@ class Activity:
         owner = self.tile.in_group(kind, rank, leaves)
         runs = runs_of(self.k_layout if in_columns else self.q_layout, owner)
         parts = (self.needed(in_columns, owner, self.tile.in_group(kind, owner, -ahead)) for ahead in users)
-        together = collective and not passed_on(route)
-        return cover(whole(total(runs)) if together else runs, chain.from_iterable(parts))
+        if collective and not passed_on(route):
+            return cover(whole(total(runs)), chain.from_iterable(parts))
+        return self._travels_of(runs, chain.from_iterable(parts))
 
     def landing(self, kind, rank, hop, route="direct", collective=False):
         """The tokens that a rank receives in the transfer of one hop of a kind: those that its sender sends."""

@@ -58,6 +58,16 @@ def cover(runs: Ranges, ranges: Iterable[tuple[int, int]]) -> Ranges:
     return tuple(covered)
 
 
+def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """The tokens that lie in any of `ranges`, no more."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if joined and start <= joined[-1][1]:
+            start, stop = joined[-1][0], max(stop, joined.pop()[1])
+        joined.append((start, stop))
+    return tuple(joined)
+
+
 def overlap(ranges: Ranges, others: Ranges) -> Ranges:
     """The tokens that two `Ranges` have in common."""
     both = ((max(start, first), min(stop, last)) for start, stop in ranges for first, last in others)

@@ -120,13 +120,15 @@ def halo(problem, ranks, direction="forward"):
     returns their gradients in the backward pass.
     """
     tokens = problem.seqlen
-    (_, of_last), (of_first, _) = problem.mask.keys_seen_by(np.array([0, tokens - 1]))
+    if problem.mask is not None:
+        return None
+    (_, of_last), (of_first, _) = problem.whole_mask.keys_seen_by(np.array([0, tokens - 1]))
     if tokens != problem.seqlen_k or of_last == 0 or of_first == tokens:
         return None
     if direction == "both":
         return halo(problem, ranks) + halo(problem, ranks, "backward")
     cuts = np.array([even_part(tokens, ranks, rank).start for rank in range(ranks)] + [tokens])
-    first, end, piece = problem.mask.reach(cuts)
+    first, end, piece = problem.whole_mask.reach(cuts, problem.whole_mask.pieces())
     seen = (cuts[piece] - first).clip(0).sum() + (end - cuts[piece + 1]).clip(0).sum()
     return (
         int(seen)
