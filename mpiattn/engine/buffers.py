@@ -9,6 +9,8 @@ same memory (`mpiattn.schedule.sharing`): partials land where chunks were that a
 The accumulators of the rank's own chunk are, where it can be, the arrays of the results.  Kinds whose packed arena is
 not in order of position have a second one that is, `ordered`.
 
+Of a gathered kind, `outbox` holds what lies in many ranges of the rank's own chunk, one message after another.
+
 If the dtype on the wire differs, `wire` holds by reduced kind and slot of "+X" the arrays into which partials are cast
 before they are sent.  An array that is sent uncast has None there.
 """
@@ -74,6 +76,7 @@ class Buffers:
     def drop(self):
         """Keep no array: the pool's memory is replaced."""
         self.places, self.arena, self.wire, self.ordered = None, {}, {}, {}
+        self._outbox, self._in_outbox = {}, {}  # by gathered kind: arrays, and how many of their rows are used
         self.nbytes = 0  # that the buffers span, without gaps for alignment
         self._fitted = {}, {}  # rows and shapes of all arrays
         self._beside = {}  # by name in `arena`, the names of others in the same memory
@@ -95,6 +98,10 @@ class Buffers:
             shapes["own", kind, 0] = [
                 shape if want else None for shape, want in zip(self.shapes[kind], needs_memory[kind])
             ]
+        for kind, count in places.outbox.items():
+            if count:  # messages of any step may be under way together
+                order["outbox", kind, 0] = list(order)
+                rows["outbox", kind, 0], shapes["outbox", kind, 0] = count, self.shapes[kind]
         lowest = list(order)
         for name, others in self._in_order(tuple(ordered)).items():
             role, kind, _ = name
@@ -132,8 +139,9 @@ class Buffers:
         )
         self.arena = {(kind, slot): taken for (role, kind, slot), taken in arrays.items() if role == "arena"}
         self.wire = {(kind, slot): taken for (role, kind, slot), taken in arrays.items() if role == "wire"}
-        self._own_memory, self.ordered = (
-            {kind: taken for (of, kind, _), taken in arrays.items() if of == role} for role in ("own", "ordered")
+        self._own_memory, self._outbox, self.ordered = (
+            {kind: taken for (of, kind, _), taken in arrays.items() if of == role}
+            for role in ("own", "outbox", "ordered")
         )
         sizes = {name: rows[name] * size_of(filter(None, of)) for name, of in shapes.items()}
         _, self.nbytes = stack(order, sizes)
@@ -172,6 +180,12 @@ class Buffers:
     def whole(self, arena):
         """Every array of a packed arena."""
         return self.arena[arena, 0]
+
+    def outbox(self, kind, count):
+        """The next rows of every array of a gathered kind's outbox."""
+        start = self._in_outbox.get(kind, 0)
+        self._in_outbox[kind] = start + count
+        return tuple([array[start : start + count] for array in self._outbox[kind]])
 
     def casts(self, kind):
         """Whether partials of a kind are cast before they are sent."""
@@ -219,6 +233,7 @@ class Buffers:
     def begin(self):
         """Forget what a call before has left."""
         self.occupant.clear()
+        self._in_outbox.clear()
         self.launched = ()
 
     def let_go(self):

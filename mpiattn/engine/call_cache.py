@@ -8,7 +8,7 @@ from itertools import chain, pairwise
 import numpy as np
 
 from ..problem.layout import increasing
-from ..schedule.ranges import positions
+from ..schedule.ranges import places, positions
 from ..schedule.rank_steps import RankSteps
 
 RECENT = 8  # sets of documents of which the calls are kept
@@ -34,7 +34,7 @@ class AlikeCalls:
 
     def __init__(self, backend, activity):
         self.activity, self.arguments, self.nbytes = activity, (), 0
-        self._backend, self._intervals, self._steps, self._sorting = backend, {}, {}, None
+        self._backend, self._intervals, self._steps, self._sorting, self._rows = backend, {}, {}, None, {}
 
     def steps(self, schedule, rank):
         """The `RankSteps` of a pass, made once."""
@@ -72,26 +72,39 @@ class AlikeCalls:
     def _in_memory(self, arrays):
         return tuple(self._backend.contiguous(array, array.itemsize) for array in arrays)
 
-    def sorting(self, places):
-        """The rows of packed keys in order of position, and the inverse; () if they lie in that order.  Made once."""
+    def rows(self, held, tokens):
+        """The rows of some tokens in arrays of the tokens `held`, both `Ranges`.  Made once."""
+        rows = self._rows.get((held, tokens))
+        if rows is None:
+            slices = places(held, tokens)
+            (rows,) = self._in_memory([np.concatenate([np.arange(part.start, part.stop) for part in slices])])
+            self._rows[held, tokens] = rows
+            self.nbytes += rows.nbytes
+        return rows
+
+    def sorting(self, held):
+        """The rows of packed keys in order of position, and the inverse; () if they lie in that order.  Made once.
+
+        held: the `Places` of the keys.
+        """
         if self._sorting is None:
-            chunks = (positions(self.activity.k_layout, *chunk) for chunk in places.tokens["KV"].items())
+            chunks = (positions(self.activity.k_layout, *chunk) for chunk in held.tokens["KV"].items())
             parts, rows = list(filter(len, chain(*chunks))), ()
-            if places.rows["KV"] and any(tokens[-1] > others[0] for tokens, others in pairwise(parts)):
+            if held.rows["KV"] and any(tokens[-1] > others[0] for tokens, others in pairwise(parts)):
                 order = np.argsort(np.concatenate([np.arange(t.start, t.stop, t.step) for t in parts]), kind="stable")
                 rows = order, np.argsort(order)
             self._sorting = self._in_memory(rows)
-            self.nbytes += self.sorting_bytes
+            self.nbytes += sum(array.nbytes for array in self._sorting)
         return self._sorting
 
     @property
-    def sorting_bytes(self):
-        """Bytes of the rows of `sorting`."""
-        return sum(rows.nbytes for rows in self._sorting or ())
+    def rows_bytes(self):
+        """Bytes of the rows of `rows` and `sorting`."""
+        return sum(rows.nbytes for rows in (*(self._sorting or ()), *self._rows.values()))
 
     def free(self):
         """Free the arrays."""
-        self._intervals, self._sorting, self.nbytes = {}, None, 0
+        self._intervals, self._sorting, self._rows, self.nbytes = {}, None, {}, 0
 
 
 class CallCache:

@@ -82,6 +82,7 @@ class Executor:
             ordered = ("KV", *(kind for kind in self.buffers.reduced if kind in IN_COLUMNS))
         self.buffers.fit(places, needs_memory, ordered)
         self.calls, self.steps, self.needs_memory = calls, steps, needs_memory
+        self.transfers.calls = calls
 
     def run(self, q, kv, results, progress=None, q_ready=(), coming=None):
         """Run the pass that was prepared; collective.  Returns {reduced kind: arrays of this rank's own chunk}.

@@ -1,7 +1,7 @@
 """Posting of transfers: which arrays leave and arrive, between pairs of ranks or by one collective.
 
 Transfers are bound to the rank (`mpiattn.schedule.bound`).  Each carries the tokens that the other end needs, by one
-message for every array and range of tokens.  The exchange defines how bytes travel.
+message for every array and range of tokens, or of many ranges for every array.  The exchange defines how bytes travel.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,6 +49,7 @@ class Transfers:
 
     def __init__(self, mesh, backend, exchange, buffers, chunks):
         self.mesh, self.backend, self.exchange, self.buffers, self.chunks = mesh, backend, exchange, buffers, chunks
+        self.calls = None  # the `AlikeCalls` of the pass
         # by arena, bytes of one token of every array
         self._row_bytes = {arena: [size_of([array]) for array in arrays] for arena, arrays in buffers.shapes.items()}
 
@@ -65,14 +66,15 @@ class Transfers:
         if receive:
             arriving, before = self.buffers.take_slot(arena_of(kind), slot, receive.chunk, receive.tokens)
             self.chunks.clear_rest(arriving, receive.tokens)
-            for i, array in _by_array(arriving.parts(receive.tokens)):
+            parts = [arriving.arrays] if receive.as_one else arriving.parts(receive.tokens)
+            for i, array in _by_array(parts):
                 landing.append(array)
                 requests += self.exchange.receive(
                     self.mesh.plane, self.backend.incoming(array, before), receive.peer, TAG[kind] + i
                 )
         if send:
             chunk = self.chunks[kind, send.chunk]
-            parts, ready = chunk.parts(send.tokens), chunk.ready
+            parts, ready = self._parts(kind, chunk, send)
             if self.buffers.casts(kind):
                 parts, ready = self._cast(kind, parts, ready, slot)
             for i, array in _by_array(parts):
@@ -94,6 +96,16 @@ class Transfers:
         return Posted(
             transfer, requests, leaving, landing, arriving, lambda: self.chunks.merge(kind, receive.chunk, arriving)
         )
+
+    def _parts(self, kind, chunk, send):
+        """What a message has of a chunk: the arrays of each of its parts, and the events after which they are there."""
+        if not send.as_one:
+            return chunk.parts(send.tokens), chunk.ready
+        if chunk.tokens == send.tokens:
+            return [chunk.arrays], chunk.ready
+        packed, rows = self.buffers.outbox(kind, total(send.tokens)), self.calls.rows(chunk.tokens, send.tokens)
+        ready = [self.backend.take(dst, src, rows, after=chunk.ready) for dst, src in zip(packed, chunk.arrays)]
+        return [packed], tuple(ready)
 
     def _cast(self, kind, parts, ready, slot=0):
         """Parts of a partial in the dtype of the wire, in the wire arrays of a slot, and their events."""

@@ -5,7 +5,7 @@ from functools import lru_cache
 import numpy as np
 
 from ..schedule.kinds import DELTA, DOUT, GATHERED, IN_COLUMNS, KINDS, LSE, OUT, REDUCED, K, Q, V, arena_of, shapes
-from ..schedule.route import leg_of
+from ..schedule.route import leg_of, passed_on
 from ..schedule.sharing import below, stack
 from ..schedule.travels import held_bytes, size_of
 
@@ -16,7 +16,7 @@ def buffer_bytes(schedule, problem, load):
     load: the `Load` of the mesh.
     Counted are the slots of the schedule, each for the most tokens that come, the own accumulators that are not results
     themselves, and the copies of partials that are cast for the wire.  What no step needs together lies in the same
-    memory (`mpiattn.schedule.sharing`).  A fused launch needs places for the chunks of the whole group.  Unless the
+    memory (`mpiattn.schedule.sharing`).  What is sent in many ranges is packed before.  A fused launch needs places for the chunks of the whole group.  Unless the
     keys of consecutive chunks follow one another, it also holds the arrays that move in columns a second time, sorted
     by position.
     """
@@ -28,6 +28,8 @@ def buffer_bytes(schedule, problem, load):
         held = load.held(kind, schedule.route, fused, schedule.collective)
         rows["arena", kind] = load.lengths[column] + held.sum(axis=0) if fused else held.max(axis=0)
         if kind in GATHERED:
+            if load.many_ranges and not (fused or schedule.collective or passed_on(schedule.route)):
+                own = own + _sent(load, kind) * of_arenas["arena", kind]
             continue
         arriving = arena_of(kind)
         if not fused:
@@ -60,6 +62,12 @@ def _of_token(problem, direction):
         for name in kinds
     }
     return {("arena", arena): size_of(of) for arena, of in arrays.items()}, own, cast
+
+
+def _sent(load, kind):
+    """Tokens of its own chunk that every rank sends to others: (ranks,)."""
+    moved, chunks = load.moved(kind), load.chunks[kind in IN_COLUMNS]
+    return sum((moved[hop][chunks[-hop]] for hop in range(1, len(chunks))), np.zeros_like(moved[0]))
 
 
 def _most(schedule, load, kind):

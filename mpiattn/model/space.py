@@ -90,6 +90,8 @@ def routes(route: str, problem: Problem, machine: Machine) -> list[str]:
         )
     if route != "auto":
         return [route]
+    if problem.mask is not None:  # many ranges are one message on the direct route only
+        return ["direct"]
     return [name for name in ROUTES if not passed_on(name) or not (lowered or machine.node_bandwidth is None)]
 
 

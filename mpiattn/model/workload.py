@@ -10,7 +10,7 @@ import numpy as np
 
 from ..schedule.kinds import IN_COLUMNS
 from ..schedule.remembered import Remembered
-from ..schedule.route import leg_of, passed_on
+from ..schedule.route import FEW_RANGES, leg_of, passed_on
 from .pairs import Pairs
 from .spans import NONE, Spans
 from .token_sets import TokenSets
@@ -39,6 +39,7 @@ class Work:
         all chunks.
     lengths: tokens of every chunk of queries, and of keys.
     ordered: whether the keys of consecutive chunks follow one another.
+    many_ranges: whether what travels of a chunk may be many ranges.
     """
 
     def __init__(self, mask, q_layout, k_layout):
@@ -50,6 +51,10 @@ class Work:
         self.ordered = k_layout.kind == "contiguous" or k_layout.chunks == 1
         self._mask, self._layouts = mask, (q_layout, k_layout)
         shortest = min(min(layout.lengths) for layout in self._layouts)
+        striped = q_layout.striped or k_layout.striped
+        self.many_ranges = not striped and (
+            mask.mask is not None or max(len(layout.all_ranges()[0]) for layout in self._layouts) > FEW_RANGES
+        )
         self.whole = shortest > 0 and (mask.full or _all_see(mask, q_layout, k_layout))
 
     @cached_property
@@ -133,6 +138,7 @@ class Load:
 
     def __init__(self, work, tile):
         self.lengths, self.ordered, self._work, self._tile = work.lengths, work.ordered, work, tile
+        self.many_ranges = work.many_ranges
         ranks = np.arange(tile.ranks)
         self.chunks = chunks_of(tile, False, ranks), chunks_of(tile, True, ranks)
         self.pairs = work.pairs[self.chunks[0][:, None], self.chunks[1][None]]

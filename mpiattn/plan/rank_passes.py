@@ -83,8 +83,8 @@ class RankPasses:
         """Bytes of the arrays of a call, of the buffers and of scratch; once released, those before."""
         if self._released_bytes:
             return self._released_bytes
-        sorting = max(executor.calls.sorting_bytes for executor in self.executors.values())
-        return self._way.nbytes("backward" in self.executors) + self._scratch_bytes + self.pool.nbytes + sorting
+        rows = max(executor.calls.rows_bytes for executor in self.executors.values())
+        return self._way.nbytes("backward" in self.executors) + self._scratch_bytes + self.pool.nbytes + rows
 
     def prepare(
         self, direction: str, arrays: dict[str, Array], activity: Activity, results: tuple[Array, ...]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from .route import leg_of
+from .route import as_one, leg_of
 
 if TYPE_CHECKING:
     from .needed import Activity
@@ -29,11 +29,13 @@ class Message(NamedTuple):
     peer: the rank of the mesh that it goes to or comes from.
     chunk: number of the chunk, or of the chunk whose partial it is.
     tokens: those that travel, of the whole chunk's.
+    as_one: whether one message has all ranges of tokens, else each has its own.
     """
 
     peer: int
     chunk: int
     tokens: Ranges
+    as_one: bool
 
 
 class BoundHop(NamedTuple):
@@ -76,7 +78,11 @@ def bind(schedule: Schedule, rank: int, activity: Activity) -> tuple[BoundStep, 
 
     def message(kind: str, peer: int, chunk: int, tokens: Ranges) -> Message | None:
         """The message with a peer, of a chunk; both are given in hops back from this rank.  None without tokens."""
-        return Message(tile.in_group(kind, rank, peer), tile.in_group(kind, rank, chunk), tokens) if tokens else None
+        if not tokens:
+            return None
+        return Message(
+            tile.in_group(kind, rank, peer), tile.in_group(kind, rank, chunk), tokens, as_one(tokens, route)
+        )
 
     def bound_hop(kind: str, hop: int, slot: int, collective: bool) -> BoundHop:
         leg = leg_of(kind, hop, tile.extent(kind), route, collective)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .kinds import GATHERED, IN_COLUMNS, REDUCED, arena_of
 from .ranges import places, total, whole
+from .route import as_one
 
 if TYPE_CHECKING:
     from ..problem.layout import Layout
@@ -39,6 +40,7 @@ class Places:
 
     tokens: by kind and number of the chunk, what is held of it, as `Ranges` of the whole chunk.
     rows: by arena, the number of tokens of each of its buffers: of the whole arena if it is packed, else of a slot.
+    outbox: by gathered kind, the number of tokens that are copied to lie together before they are sent.
     """
 
     def __init__(self, schedule: Schedule, rank: int, activity: Activity) -> None:
@@ -46,6 +48,7 @@ class Places:
         self.packed = schedule.packed
         self.tokens: dict[str, dict[int, Ranges]] = {}
         self.rows: dict[str, int] = {}
+        self.outbox = dict.fromkeys(GATHERED, 0)
         self._slot_rows: dict[str, int] = {}
         self._starts: dict[str, dict[int, int]] = {}
         self._slots: dict[str, dict[int, int]] = {}
@@ -58,6 +61,8 @@ class Places:
                 leaving = activity.travelling(kind, rank, hop, schedule.route, schedule.collective)
                 landing = activity.landing(kind, rank, hop, schedule.route, schedule.collective)
                 moved = max(moved, total(leaving), total(landing))
+                if kind in GATHERED and not schedule.collective and as_one(leaving, schedule.route):
+                    self.outbox[kind] += total(leaving)
                 chunk = schedule.tile.in_group(kind, rank, hop)
                 held[chunk] = landing if kind in GATHERED else leaving
                 if self.packed:  # what its owner sends for all

@@ -6,12 +6,18 @@ collectives take this route too.
 Both routes move the same bytes.
 """
 
+from __future__ import annotations
+
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .kinds import GATHERED
 
+if TYPE_CHECKING:
+    from .ranges import Ranges
+
 ROUTES = ("direct", "ring")
+FEW_RANGES = 2  # of a chunk, which travel from where they lie: two in zigzag
 
 
 class Leg(NamedTuple):
@@ -42,6 +48,14 @@ def leg_of(kind: str, hop: int, extent: int, route: str = "direct", collective: 
     if passed_on(route):
         return Leg(1, hop, (hop + 1) % extent, range(1, hop + 1))
     return Leg(-hop, hop, 0, range(hop, hop + 1))
+
+
+def as_one(tokens: Ranges, route: str) -> bool:
+    """Whether the ranges of a message's tokens travel as one, packed by the sender: they are many.
+
+    They then arrive next to each other.  On the ring route they may not, because a rank may hold more for others.
+    """
+    return len(tokens) > FEW_RANGES and not passed_on(route)
 
 
 def passed_on(route: str) -> bool:
