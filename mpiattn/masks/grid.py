@@ -11,8 +11,8 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..problem.choices import one_of
-from ..problem.interval_mask import IntervalMask, without_empty
-from .pieces import needed_cuts
+from ..problem.interval_mask import IntervalMask
+from .pieces import in_pieces, needed_cuts
 from .rows import of_cyclic_rows
 from .values import at_least, by_axis, fits, truths, whole_numbers
 
@@ -50,17 +50,23 @@ class Axis:
         size = (self.size - 1 - group) // self.dilation + 1
         return np.clip(own - before, 0, np.maximum(size - self.kernel, 0)) * self.dilation + group
 
-    def keys(self, x: IntArray) -> tuple[IntArray, NDArray[np.bool_]]:
-        """The coordinates in the window and whether they are on the axis: (lists, len(x)) each.
+    def offsets(self, x: IntArray) -> IntArray:
+        """Of the points in the window, how far each is from the start: those that are on the axis for some x.
 
-        Where the axis is cyclic, those that wrap are lists of their own, so that a list never jumps.
+        Where the axis is cyclic, the points that wrap are others, so that a list of them never jumps.
         """
-        keys = self.start(x) + self.dilation * np.arange(self.kernel)[:, None]
+        offsets = self.dilation * np.arange(self.kernel)
         if self.cyclic:
-            keys = np.concatenate([keys, keys + self.size, keys - self.size])
-        valid = (keys >= 0) & (keys < self.size)
-        some = valid.any(axis=1)
-        return keys[some], valid[some]
+            offsets = np.concatenate([offsets, offsets + self.size, offsets - self.size])
+        present = np.zeros(self.size, bool)
+        present[x] = True
+        _, valid = self.keys(np.flatnonzero(present), offsets)
+        return offsets[valid.any(axis=1)]
+
+    def keys(self, x: IntArray, offsets: IntArray) -> tuple[IntArray, NDArray[np.bool_]]:
+        """The coordinates at these offsets, and whether they are on the axis: (offsets, len(x)) each."""
+        keys = self.start(x) + offsets[:, None]
+        return keys, (keys >= 0) & (keys < self.size)
 
     @property
     def whole(self) -> bool:
@@ -78,7 +84,7 @@ class Axis:
             start = self.start(x)
             sides = np.stack([start < 0, start + self.kernel > self.size, start >= self.size, start + self.kernel <= 0])
             return 1 + np.flatnonzero((sides[:, 1:] != sides[:, :-1]).any(axis=0) | (np.diff(start) < 0))
-        keys, valid = self.keys(x)
+        keys, valid = self.keys(x, self.offsets(x))
         step = np.diff(keys, axis=1)
         return 1 + np.flatnonzero(((valid[:, 1:] != valid[:, :-1]) | (step < 0) | (step > 1)).any(axis=0))
 
@@ -118,28 +124,34 @@ class Neighborhood(IntervalMask):
         fits(self, "grid has", prod(self.shape), seqlen, seqlen_k)
 
     def intervals(self, queries: IntArray, seqlen: int, seqlen_k: int) -> Intervals:
-        (*outer, inner), unit = self._axes
-        coordinates = np.unravel_index(queries // unit, [axis.size for axis in (*outer, inner)])
-        x = coordinates[-1]
-        rows, valid = np.zeros((1, len(queries)), np.int64), np.ones((1, len(queries)), bool)
-        for axis, y in zip(outer, coordinates):
-            keys, inside = axis.keys(y)
+        axes, unit = self._axes
+        points = np.stack(np.unravel_index(queries // unit, [axis.size for axis in axes]))
+        offsets = [axis.offsets(x) for axis, x in zip(axes, points)]
+        begin, end = in_pieces(lambda some: self._lists(points[:, some], offsets), len(queries))
+        return (begin * unit, end * unit) if unit > 1 else (begin, end)
+
+    def _lists(self, points: IntArray, offsets: list[IntArray]) -> Intervals:
+        """The intervals of some points (axes, queries), in coordinates of the last axis; some lists may be empty.
+
+        offsets: for each axis, of the points in the window.
+        """
+        (*outer, inner), _ = self._axes
+        rows, valid = np.zeros((1, points.shape[1]), np.int64), np.ones((1, points.shape[1]), bool)
+        for axis, y, some in zip(outer, points, offsets):
+            keys, inside = axis.keys(y, some)
             rows = _flat(rows[:, None] * axis.size + keys)
             valid = _flat(valid[:, None] & inside)
-        first = rows * inner.size
+        first, x = rows * inner.size, points[-1]
         if inner.dilation > 1:
-            keys, inside = inner.keys(x)
+            keys, inside = inner.keys(x, offsets[-1])
             begin = _flat(first[:, None] + keys)
-            end = begin + _flat(valid[:, None] & inside)
-        else:
-            start = np.broadcast_to(inner.start(x), rows.shape)
-            stop = start + inner.kernel
-            if inner.cyclic:
-                begin, end = of_cyclic_rows(first, np.where(valid, inner.size, 0), start, stop)
-            else:
-                begin = first + np.maximum(start, 0)
-                end = np.where(valid, first + np.minimum(stop, inner.size), begin)
-        return without_empty(begin * unit, end * unit)
+            return begin, begin + _flat(valid[:, None] & inside)
+        start = inner.start(x)
+        stop = start + inner.kernel
+        if inner.cyclic:
+            return of_cyclic_rows(first, np.where(valid, inner.size, 0), start, stop)
+        begin = first + np.maximum(start, 0)
+        return begin, np.where(valid, first + np.minimum(stop, inner.size), begin)
 
     def cuts(self, seqlen: int, seqlen_k: int) -> IntArray:
         (*_, inner), unit = self._axes

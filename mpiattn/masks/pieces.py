@@ -1,4 +1,4 @@
-"""Where pieces of the queries begin, as `IntervalMask.cuts` promises them, found by asking the mask."""
+"""Many queries a piece at a time; where the pieces of `IntervalMask.cuts` begin, found by asking the mask."""
 
 from __future__ import annotations
 
@@ -7,13 +7,37 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from ..problem.interval_mask import IntervalMask, Intervals
 
     IntArray = NDArray[np.int64]
 
-PIECE = 2**15  # queries looked at at a time
+PIECE = 2**13  # queries looked at at a time: their intervals stay in cache
+
+
+def in_pieces(lists: Callable[[slice], Intervals], queries: int) -> Intervals:
+    """What `lists` says of so many queries, asked for a piece at a time, without the lists that are empty for all.
+
+    It has the same lists for every piece.  begin and end are 0 where a query has no key.
+    """
+    pieces = []
+    for start in range(0, queries, PIECE):
+        some = slice(start, min(start + PIECE, queries))
+        begin, end = lists(some)
+        seen = begin < end
+        rows = np.flatnonzero(seen.any(axis=1))
+        pieces.append((some, rows, np.where(seen[rows], begin[rows], 0), np.where(seen[rows], end[rows], 0)))
+    if len(pieces) == 1:
+        return pieces[0][2:]
+    needed = np.unique(np.concatenate([np.zeros(0, np.int64), *(rows for _, rows, _, _ in pieces)]))
+    begin, end = np.zeros((2, len(needed), queries), np.int64)
+    for some, rows, *sides in pieces:
+        numbers = np.searchsorted(needed, rows)
+        begin[numbers, some], end[numbers, some] = sides
+    return begin, end
 
 
 def all_cuts(mask: IntervalMask, seqlen: int, seqlen_k: int) -> IntArray:

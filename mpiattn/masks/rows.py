@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def of_cyclic_rows(first: IntArray, length: IntArray, begin: IntArray, end: IntArray) -> Intervals:
-    """The columns [begin, end) of rows that are cyclic, as intervals of keys; all arrays (lists, queries).
+    """The columns [begin, end) of rows that are cyclic, as intervals of keys; all arrays (lists, queries) or (queries,).
 
     first, length: the first key of the row that a list has for a query, and the keys in it; length 0: no row.
     begin, end: columns, at most as many as the row has; some may be before the row or after its end, where it wraps.
