@@ -32,10 +32,12 @@ _HOMES = {
     "PeerFailure": ".errors",
     "VerificationError": ".errors",
 }
-__all__ = [*_HOMES, "__version__"]
+_MODULES = ("masks",)
+__all__ = [*_HOMES, *_MODULES, "__version__"]
 
 TYPE_CHECKING = False  # type checkers take it for true; the module typing is not loaded for it
 if TYPE_CHECKING:
+    from . import masks as masks
     from .decode.cache import KVCache as KVCache
     from .decode.rings import query_ring_decode as query_ring_decode
     from .decode.rings import ring_decode as ring_decode
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name):
+        if name in _MODULES:
+            return import_module(f".{name}", __name__)  # which makes it an attribute
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = globals()[name] = getattr(import_module(_HOMES[name], __name__), name)  # next time it is there
@@ -63,4 +67,4 @@ else:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted({*globals(), *__all__})

@@ -18,6 +18,7 @@ PACKAGE = launch.ROOT / "mpiattn"
 LIBRARY = [
     "system",
     "problem",
+    "masks",
     "schedule",
     "model",
     "backends",
@@ -32,9 +33,10 @@ LIBRARY = [
 TOOLS = ["tuning", "check", "console", "plots", "bench", "cli"]
 ROOMS = LIBRARY + TOOLS
 TOP = {"", "__main__", "errors", "torch", "version"}  # the modules that are in no package
-NO_MPI = {"problem", "schedule", "model", "backends", "arguments", "engine", "plots", "errors", ""}
+NO_MPI = {"problem", "masks", "schedule", "model", "backends", "arguments", "engine", "plots", "errors", ""}
 PURE = {
     "problem",
+    "masks",
     "arguments",
     "schedule",
     "model",
@@ -274,6 +276,7 @@ def test_names_of_the_package():
         "        value = getattr(mpiattn, name)\n"
         "        assert callable(value), f'mpiattn.{name} is {value}'\n"
         "        assert name in dir(mpiattn) and name in mpiattn.__all__\n"
+        "assert callable(mpiattn.masks.neighborhood) and 'masks' in dir(mpiattn) and 'masks' in mpiattn.__all__\n"
     )
     python(code)
 
@@ -286,7 +289,7 @@ def test_types_of_the_package():
     named = {
         (alias.asname, f".{node.module}") for node in block.body for alias in node.names if alias.asname == alias.name
     }
-    assert named == set(mpiattn._HOMES.items())
+    assert named == {*mpiattn._HOMES.items(), *((name, ".None") for name in mpiattn._MODULES)}  # from . import it
 
 
 def test_unknown_name():

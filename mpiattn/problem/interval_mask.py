@@ -6,6 +6,7 @@ holds the k-th interval of every query, empty where a query has fewer.  `mpiattn
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
     IntArray = NDArray[np.int64]
     Intervals: TypeAlias = "tuple[IntArray, IntArray]"  # begins and ends, each (lists, queries)
+
+ROWS = 64  # queries of a kernel's tile: it looks at all keys from the first to the last that some of them see
+NEVER = np.iinfo(np.int64).max
 
 
 class IntervalMask:
@@ -52,9 +56,109 @@ class IntervalMask:
         return Either(self, other) if isinstance(other, IntervalMask) else NotImplemented
 
 
-class Both(IntervalMask):
-    """To be written."""
+@dataclass(frozen=True)
+class _Pair(IntervalMask):
+    """Two masks as one."""
+
+    a: IntervalMask
+    b: IntervalMask
+
+    def check(self, seqlen: int, seqlen_k: int) -> None:
+        self.a.check(seqlen, seqlen_k)
+        self.b.check(seqlen, seqlen_k)
 
 
-class Either(IntervalMask):
-    """To be written."""
+@dataclass(frozen=True)
+class Both(_Pair):
+    """The keys that both masks show: `a & b`."""
+
+    def __str__(self) -> str:
+        return " & ".join(f"({mask})" if isinstance(mask, Either) else str(mask) for mask in (self.a, self.b))
+
+    def intervals(self, queries: IntArray, seqlen: int, seqlen_k: int) -> Intervals:
+        begin, end = self.a.intervals(queries, seqlen, seqlen_k)
+        begin_b, end_b = self.b.intervals(queries, seqlen, seqlen_k)
+        lists = [  # one list of `a` at a time: most of the pairs are empty
+            without_empty(np.maximum(first, begin_b), np.minimum(last, end_b)) for first, last in zip(begin, end)
+        ]
+        return packed(*_joined(lists, len(queries)))
+
+
+@dataclass(frozen=True)
+class Either(_Pair):
+    """The keys that either of two masks shows: `a | b`."""
+
+    def __str__(self) -> str:
+        return f"{self.a} | {self.b}"
+
+    def intervals(self, queries: IntArray, seqlen: int, seqlen_k: int) -> Intervals:
+        lists = [mask.intervals(queries, seqlen, seqlen_k) for mask in (self.a, self.b)]
+        begin, end = _joined(lists, len(queries))
+        return packed(*disjoint(begin.clip(0, seqlen_k), end.clip(0, seqlen_k)))
+
+
+def _joined(lists: list[Intervals], queries: int) -> Intervals:
+    """Lists one after another, without those that are empty for all queries."""
+    none = np.zeros((0, queries), np.int64)
+    return without_empty(*(np.concatenate([none, *arrays]) for arrays in zip((none, none), *lists)))
+
+
+def without_empty(begin: IntArray, end: IntArray) -> Intervals:
+    """The lists in which some query sees a key; begin and end are 0 where a query has none."""
+    some = begin < end
+    needed = some.any(axis=1)
+    if not needed.all():
+        begin, end, some = begin[needed], end[needed], some[needed]
+    return np.where(some, begin, 0), np.where(some, end, 0)
+
+
+def disjoint(begin: IntArray, end: IntArray) -> Intervals:
+    """Lists that show the same keys, each key once.  A list stays what it is as far as it can.
+
+    Of intervals that touch or overlap, that which begins first takes in the others.  So neighbouring queries, which have
+    neighbouring intervals in a list before, mostly have after.
+    """
+    if len(begin) < 2:
+        return without_empty(begin, end)
+    order, begin, end = _sorted(begin, end)
+    reach = np.maximum.accumulate(end, axis=0)  # how far this interval goes and those before it
+    heads = np.ones(begin.shape, bool)
+    heads[1:] = begin[1:] > reach[:-1]
+    # An interval that takes in others ends where the last of them does: before the next that stands alone.
+    last = np.ones(begin.shape, bool)
+    last[:-1] = heads[1:]
+    number = np.where(last, np.arange(len(begin))[:, None], len(begin) - 1)
+    number = np.minimum.accumulate(number[::-1], axis=0)[::-1]
+    end = np.where(heads, np.take_along_axis(reach, number, 0), begin)
+    sides = np.empty((2, *begin.shape), np.int64)
+    np.put_along_axis(sides[0], order, begin, 0)
+    np.put_along_axis(sides[1], order, end, 0)
+    return without_empty(*sides)
+
+
+def packed(begin: IntArray, end: IntArray) -> Intervals:
+    """Disjoint lists in as few lists as a query needs at most, if tiles of queries do not look at more keys for it."""
+    some = begin < end
+    most = int(some.sum(axis=0).max(initial=0))
+    if most == len(begin):
+        return begin, end
+    _, *sides = _sorted(begin, end)
+    begin_p, end_p = without_empty(sides[0][:most], sides[1][:most])
+    return (begin_p, end_p) if _looked_at(begin_p, end_p) * 4 <= _looked_at(begin, end) * 5 else (begin, end)
+
+
+def _sorted(begin: IntArray, end: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """The order of every query's intervals by their beginnings, and the intervals in it; empty ones come last."""
+    some = begin < end
+    order = np.argsort(np.where(some, begin, NEVER), axis=0, kind="stable")
+    begin, end = (np.take_along_axis(np.where(some, side, 0), order, 0) for side in (begin, end))
+    begin[begin >= end] = NEVER
+    return order, begin, np.where(begin == NEVER, 0, end)
+
+
+def _looked_at(begin: IntArray, end: IntArray) -> int:
+    """Keys between the first and the last that a tile of queries sees, summed over tiles and lists."""
+    starts, some = np.arange(0, begin.shape[1], ROWS), begin < end
+    first = np.minimum.reduceat(np.where(some, begin, NEVER), starts, axis=1)
+    last = np.maximum.reduceat(np.where(some, end, 0), starts, axis=1)
+    return int(np.maximum(last - first, 0).sum())

@@ -1,0 +1,41 @@
+"""Keys of cyclic rows as intervals of a field that is stored row by row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ..problem.interval_mask import Intervals
+
+    IntArray = NDArray[np.int64]
+
+
+def of_cyclic_rows(first: IntArray, length: IntArray, begin: IntArray, end: IntArray) -> Intervals:
+    """The columns [begin, end) of rows that are cyclic, as intervals of keys; all arrays (lists, queries) or (queries,).
+
+    first, length: the first key of the row that a list has for a query, and the keys in it; length 0: no row.
+    begin, end: columns, at most as many as the row has; some may be before the row or after its end, where it wraps.
+
+    Columns before the row are the last ones of the same row.  In memory the next row follows on these, and is in the
+    next list.  Where the two touch they become one interval of the next list: with a row for each latitude, a query near
+    the row's edge has no more intervals than any other, save one.  So it is at the other edge.
+
+    Returns three times as many lists: the rows, and what is left of the columns before and after them, mostly nothing.
+    """
+    some, stop = (begin < end) & (length > 0), first + length
+    lo, hi = first + np.maximum(begin, 0), first + np.minimum(end, length)
+    before = np.where(some & (begin < 0), stop + begin, stop)  # [before, stop), at the end of the row
+    after = np.where(some & (end > length), first + end - length, first)  # [first, after), at its beginning
+    lo, hi = np.where(some, lo, first), np.where(some, hi, first)
+    next_ = some[:-1] & some[1:] & (stop[:-1] == first[1:])
+    joins = next_ & (before[:-1] < stop[:-1]) & (lo[1:] == first[1:]) & (hi[1:] > lo[1:])
+    joined = next_ & (after[1:] > first[1:]) & (hi[:-1] == stop[:-1]) & (hi[:-1] > lo[:-1])
+    lo[1:] = np.where(joins, before[:-1], lo[1:])
+    hi[:-1] = np.where(joined, after[1:], hi[:-1])
+    before[:-1] = np.where(joins, stop[:-1], before[:-1])
+    after[1:] = np.where(joined, first[1:], after[1:])
+    return np.concatenate([lo, before, first]), np.concatenate([hi, stop, after])

@@ -1,0 +1,314 @@
+"""Masks of a sequence that need only a number or two: windows, chunks, blocks, global tokens, shared questions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import ArgumentError
+from ..problem.interval_mask import IntervalMask, without_empty
+from ..problem.values import whole_number
+from .pieces import needed_cuts
+from .values import digest, fits, whole_numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from ..problem.interval_mask import Intervals
+
+    IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Window(IntervalMask):
+    """See `window`."""
+
+    left: int | None
+    right: int | None
+
+    def __str__(self) -> str:
+        if (self.left, self.right) == (None, 0):
+            return "causal"
+        return f"window {'' if self.left is None else self.left},{'' if self.right is None else self.right}"
+
+    def intervals(self, queries: IntArray, seqlen: int, seqlen_k: int) -> Intervals:
+        diagonal = queries + (seqlen_k - seqlen)
+        begin = np.zeros_like(diagonal) if self.left is None else np.maximum(diagonal - self.left, 0)
+        end = np.full_like(diagonal, seqlen_k)
+        if self.right is not None:
+            end = np.minimum(diagonal + (self.right + 1), seqlen_k)
+        return without_empty(begin[None], end[None])
+
+    def cuts(self, seqlen: int, seqlen_k: int) -> IntArray:
+        """Of more queries than keys the first may see nothing."""
+        return needed_cuts(self, np.array([seqlen - seqlen_k - (self.right or 0)]), seqlen, seqlen_k)
+
+
+def window(left: int | None = None, right: int | None = None) -> Window:
+    """Every query sees the keys around its diagonal: from `left` before it to `right` after it.
+
+    The diagonal of query i is key i + seqlen_k - seqlen: the last query's is the last key (aligned bottom-right).
+    window(1, 0) of four tokens:
+
+        1 0 0 0
+        1 1 0 0
+        0 1 1 0
+        0 0 1 1
+
+    Parameters
+    ----------
+    left, right : int or None, default None
+        Keys before and after the diagonal; None for no limit.
+
+    Raises
+    ------
+    ArgumentError
+        If a side is neither None nor a whole number of at least 0.
+
+    Examples
+    --------
+    The first four tokens see all and are seen by all, besides a causal window of 128:
+
+    >>> from mpiattn import masks
+    >>> print(masks.global_tokens(4) | masks.window(128, 0))
+    global 4 | window 128,0
+    """
+    sides = (
+        None if side is None else whole_number(name, side, 0, ", or None for no limit")
+        for name, side in (("left", left), ("right", right))
+    )
+    return Window(*sides)
+
+
+def causal() -> Window:
+    """Every query sees the keys up to its diagonal: window(None, 0)."""
+    return Window(None, 0)
+
+
+@dataclass(frozen=True)
+class Global(IntervalMask):
+    """See `global_tokens`."""
+
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"global {self.tokens}"
+
+    def intervals(self, queries: IntArray, seqlen: int, seqlen_k: int) -> Intervals:
+        end = np.where(queries < self.tokens, seqlen_k, min(self.tokens, seqlen_k))[None]
+        return without_empty(np.zeros_like(end), end)
+
+    def cuts(self, seqlen: int, seqlen_k: int) -> IntArray:
+        return needed_cuts(self, np.array([self.tokens]), seqlen, seqlen_k)
+
+
+def global_tokens(n: int) -> Global:
+    """The first n tokens see all, and are seen by all; the others see nothing else.
+
+    For use with another mask: `masks.global_tokens(1) | masks.window(2, 2)`.  global_tokens(1) of four tokens:
+
+        1 1 1 1
+        1 0 0 0
+        1 0 0 0
+        1 0 0 0
+
+    Parameters
+    ----------
+    n : int
+        The first n queries and the first n keys, at least 0.
+
+    Raises
+    ------
+    ArgumentError
+        If n is not such a number.
+    """
+    return Global(whole_number("n", n, 0))
+
+
+@dataclass(frozen=True)
+class Chunked(IntervalMask):
+    """See `chunked`."""
+
+    size: int
+
+    def __str__(self) -> str:
+        return f"chunked {self.size}"
+
+    def intervals(self, queries: IntArray, seqlen: int, seqlen_k: int) -> Intervals:
+        begin = (queries + (seqlen_k - seqlen)) // self.size * self.size
+        end = np.minimum(begin + self.size, seqlen_k)[None]
+        return without_empty(np.maximum(begin, 0)[None], end)
+
+    def cuts(self, seqlen: int, seqlen_k: int) -> IntArray:
+        """None between two chunks: the second's keys follow on the first's."""
+        return needed_cuts(self, np.array([seqlen - seqlen_k]), seqlen, seqlen_k)
+
+
+def chunked(size: int) -> Chunked:
+    """Every query sees the keys of the chunk that holds its diagonal: block-local attention.
+
+    Chunks hold `size` keys each, the first begins with key 0, the last may be shorter.  With `& masks.causal()`, chunked
+    causal attention.  chunked(2) of four tokens:
+
+        1 1 0 0
+        1 1 0 0
+        0 0 1 1
+        0 0 1 1
+
+    Parameters
+    ----------
+    size : int
+        Keys in a chunk, at least 1.
+
+    Raises
+    ------
+    ArgumentError
+        If size is not such a number.
+    """
+    return Chunked(whole_number("size", size, 1))
+
+
+@dataclass(frozen=True)
+class Blocks(IntervalMask):
+    """See `blocks`; pairs are in order, each once."""
+
+    size: int
+    count: int
+    digest: str
+    pairs: tuple[tuple[int, int], ...] = field(repr=False, compare=False)
+
+    def __str__(self) -> str:
+        if self.count <= 8:
+            return f"blocks {self.size} {','.join(f'{q}:{k}' for q, k in self.pairs)}"
+        return f"blocks of {self.size}, {self.count} of them"
+
+    def check(self, seqlen: int, seqlen_k: int) -> None:
+        last, last_k = (max((pair[i] for pair in self.pairs), default=0) for i in range(2))
+        for of, number, tokens in (("queries", last, seqlen), ("keys", last_k, seqlen_k)):
+            if number and number * self.size >= tokens:
+                raise ArgumentError(
+                    f"mask is {self}, which has block {number} of {of}; {tokens} {of} have {-(-tokens // self.size)} "
+                    f"blocks of {self.size}, counted from 0"
+                )
+
+    @cached_property
+    def _runs(self) -> tuple[IntArray, IntArray]:
+        """The key blocks [begin, end) of every run of blocks that follow each other: (lists, query blocks) each."""
+        q, k = np.array(self.pairs, np.int64).reshape(-1, 2).T
+        begins = np.ones(len(q), bool)
+        begins[1:] = (np.diff(q) != 0) | (np.diff(k) != 1)
+        first = np.flatnonzero(begins)
+        last = np.append(first[1:], len(q)) - 1
+        number = np.arange(len(first)) - np.searchsorted(q[first], q[first])  # of a run, among those of its query block
+        begin, end = np.zeros((2, number.max(initial=-1) + 1, q.max(initial=-1) + 1), np.int64)
+        begin[number, q[first]], end[number, q[first]] = k[first], k[last] + 1
+        return begin, end
+
+    def intervals(self, queries: IntArray, seqlen: int, seqlen_k: int) -> Intervals:
+        begin, end = self._runs
+        block = queries // self.size
+        block = np.where(block < begin.shape[1], block, -1)
+        none = np.zeros((len(begin), 1), np.int64)
+        begin, end = (np.concatenate([side, none], axis=1)[:, block] * self.size for side in (begin, end))
+        return without_empty(begin, np.minimum(end, seqlen_k))
+
+    def cuts(self, seqlen: int, seqlen_k: int) -> IntArray:
+        return needed_cuts(self, np.arange(0, seqlen, self.size), seqlen, seqlen_k)
+
+
+def blocks(size: int, pairs: Any) -> Blocks:
+    """Block-sparse attention: a query sees the blocks of keys that are listed for its own block.
+
+    Parameters
+    ----------
+    size : int
+        Tokens in a block of queries, and in one of keys; the last may be shorter.
+    pairs : sequence of (int, int), or bool matrix
+        (block of queries, block of keys), counted from 0, in any order; or (query blocks, key blocks), True where seen.
+
+    Raises
+    ------
+    ArgumentError
+        If size is not a whole number of at least 1, or pairs are none of these.
+
+    Examples
+    --------
+    >>> from mpiattn import masks
+    >>> print(masks.blocks(64, [(0, 0), (1, 1), (1, 2)]))
+    blocks 64 0:0,1:1,1:2
+    """
+    size = whole_number("size", size, 1)
+    if getattr(pairs, "ndim", 0) == 2 and getattr(pairs, "dtype", None) == bool:
+        pairs = np.argwhere(np.asarray(pairs))
+    try:
+        array = np.asarray(pairs)
+        right = array.size == 0 or (array.ndim == 2 and array.shape[1] == 2 and array.dtype.kind in "iu")
+        right = right and not (array.size and array.min() < 0)
+    except (TypeError, ValueError):
+        right = False
+    if not right:
+        raise ArgumentError(
+            f"pairs is {pairs!r}; it must be a list of (block of queries, block of keys), whole numbers of at least 0, or "
+            "a matrix of bool"
+        )
+    array = np.unique(array.reshape(-1, 2).astype(np.int64), axis=0)
+    return Blocks(size, len(array), digest(array), tuple(map(tuple, array.tolist())))
+
+
+@dataclass(frozen=True)
+class ShareQuestion(IntervalMask):
+    """See `share_question`."""
+
+    question: int
+    answers: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"share-question {','.join(map(str, (self.question, *self.answers)))}"
+
+    def check(self, seqlen: int, seqlen_k: int) -> None:
+        fits(self, "question and answers have", self.question + sum(self.answers), seqlen, seqlen_k)
+
+    def intervals(self, queries: IntArray, seqlen: int, seqlen_k: int) -> Intervals:
+        starts = self.question + np.cumsum([0, *self.answers])
+        answer = np.searchsorted(starts, queries, "right") - 1
+        begin = np.where(answer < 0, 0, starts[answer])
+        question_end = np.where(answer < 0, 0, self.question)
+        # the first answer follows on the question: with it, the question is one interval
+        begin, question_end = np.where(answer == 0, 0, begin), np.where(answer == 0, 0, question_end)
+        return without_empty(np.stack([begin, np.zeros_like(begin)]), np.stack([queries + 1, question_end]))
+
+    def cuts(self, seqlen: int, seqlen_k: int) -> IntArray:
+        return needed_cuts(self, self.question + np.cumsum([0, *self.answers]), seqlen, seqlen_k)
+
+
+def share_question(question: int, answers: Sequence[int]) -> ShareQuestion:
+    """Several answers to one question, one after another: an answer sees the question and itself, both causally.
+
+    share_question(2, [2, 1]):
+
+        1 0 0 0 0
+        1 1 0 0 0
+        1 1 1 0 0
+        1 1 1 1 0
+        1 1 0 0 1
+
+    Parameters
+    ----------
+    question : int
+        Tokens of the question, which come first.
+    answers : sequence of int
+        Tokens of each answer.  Question and answers are all tokens.
+
+    Raises
+    ------
+    ArgumentError
+        If these are not whole numbers of at least 0.
+    """
+    lengths = whole_numbers("answers", answers, 0, "[10, 10]")
+    return ShareQuestion(whole_number("question", question, 0), lengths)
+

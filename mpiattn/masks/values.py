@@ -1,0 +1,62 @@
+"""What masks check and say of their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import ArgumentError
+from ..problem.values import truth, whole_number
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def digest(*arrays: Any) -> str:
+    """A few letters that stand for whole numbers or arrays of them: equal ones have equal letters."""
+    total = sha256()
+    for array in arrays:
+        values = np.ascontiguousarray(array)
+        total.update(f"{values.shape}{values.dtype}".encode())
+        total.update(values)
+    return total.hexdigest()[:24]
+
+
+def whole_numbers(name: str, values: Any, least: int, example: str) -> tuple[int, ...]:
+    """A list of whole numbers, each at least `least`, as a tuple.  example: one that is right, for the error."""
+    if isinstance(values, np.ndarray):
+        values = values.tolist()
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise ArgumentError(f"{name} is {values!r}; it must be a list of whole numbers, as {example}")
+    return tuple(whole_number(f"{name}[{i}]", value, least) for i, value in enumerate(values))
+
+
+def by_axis(name: str, value: Any, axes: int, check: Callable[[str, Any], Any]) -> tuple[Any, ...]:
+    """A value for each axis, of one for all axes or a list."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        return (check(name, value),) * axes
+    if len(value) != axes:
+        raise ArgumentError(f"{name} is {value!r}; it must be one value, or one for each of the {axes} axes of shape")
+    return tuple(check(f"{name}[{i}]", item) for i, item in enumerate(value))
+
+
+def at_least(least: int) -> Callable[[str, Any], int]:
+    return lambda name, value: whole_number(name, value, least)
+
+
+def truths(name: str, value: Any, axes: int) -> tuple[bool, ...]:
+    return by_axis(name, value, axes, truth)
+
+
+def fits(mask: object, what: str, tokens: int, seqlen: int, seqlen_k: int) -> None:
+    """Raise ArgumentError unless there are so many queries, and as many keys.  what: of the mask, holds the tokens."""
+    if (seqlen, seqlen_k) != (tokens, tokens):
+        raise ArgumentError(
+            f"mask is {mask}, whose {what} {tokens} tokens; it must have as many as there are queries and keys, "
+            f"seqlen {seqlen} and seqlen_k {seqlen_k}"
+        )
