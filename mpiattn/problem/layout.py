@@ -102,11 +102,13 @@ class Layout:
             object.__setattr__(self, "sizes", checked_blocks(self.sizes, self.seqlen, self.chunks))
         elif self.sizes is not None:
             self._check_sizes()
-        has = None if self.pieces is None else (self.pieces.seqlen, self.pieces.chunks)
-        if has != ((self.seqlen, self.chunks) if self.kind == RANGES else None):
+        if self.pieces is None:
+            if self.kind == RANGES:
+                raise ArgumentError("layout is 'ranges' without pieces; Layout.of_ranges makes it")
+        elif (self.kind, self.seqlen, self.chunks) != (RANGES, self.pieces.seqlen, self.pieces.chunks):
             raise ArgumentError(
-                f"layout is {self.kind!r} with pieces {self.pieces!r}; only a layout of ranges has them, of its "
-                "tokens and ranks: Layout.of_ranges makes it"
+                f"layout is {self.kind!r} with ranges of {self.pieces.seqlen} tokens on {self.pieces.chunks} ranks; it "
+                f"must be of {self.seqlen} on {self.chunks}, by Layout.of_ranges"
             )
 
     def _check_sizes(self) -> None:
@@ -199,6 +201,16 @@ class Layout:
         bool
         """
         return self.kind == "striped"
+
+    @cached_property
+    def many(self) -> bool:
+        """Whether a chunk may have more ranges than the two of zigzag.
+
+        Returns
+        -------
+        bool
+        """
+        return self._pieces is not None and self._pieces.most > 2
 
     def __hash__(self) -> int:
         return self._hash

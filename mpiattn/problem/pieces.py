@@ -121,6 +121,11 @@ class Pieces:
         return ByChunk(starts, stops, before - np.repeat(of_chunk, np.diff(first)), first)
 
     @cached_property
+    def most(self) -> int:
+        """The most pieces of a chunk."""
+        return int(np.diff(self.by_chunk.first).max())
+
+    @cached_property
     def padded(self) -> tuple[IntArray, IntArray]:
         """First token and number of tokens of every piece of every chunk: int64 (most pieces of a chunk, chunks).
 
@@ -128,7 +133,7 @@ class Pieces:
         """
         starts, stops, _, first = self.by_chunk
         many = np.diff(first)
-        at = np.arange(max(int(many.max()), 1))[:, None]
+        at = np.arange(max(self.most, 1))[:, None]
         there = at < many
         last = np.where(many > 0, np.append(stops, 0)[first[1:] - 1], 0)
         index = np.where(there, first[:-1] + at, 0)
