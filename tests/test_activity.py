@@ -5,9 +5,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from mpiattn.problem.layout import Layout, increasing
+from mpiattn.problem.layout import Layout
 from mpiattn.problem.mask import PIECE, Group, Mask
 from mpiattn.schedule.needed import Activity
+from mpiattn.schedule.ranges import increasing
 from mpiattn.schedule.tile import Tile
 from mpiattn.verify.reference import visible_keys
 

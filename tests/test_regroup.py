@@ -1,7 +1,9 @@
 """What goes where before and after the passes of a mesh with planes, or with another layout than its caller's."""
 
+import random
 from itertools import product
 
+import divisions
 import numpy as np
 import pytest
 from searches import choices, flat_choices
@@ -40,10 +42,19 @@ def test_common_members_of_two_ranges():
         assert list(common(tokens, others)) == sorted(set(tokens) & set(others)), (tokens, others)
 
 
-@pytest.mark.parametrize(("kind", "other"), list(product(LAYOUTS, LAYOUTS)))
+KINDS = (*LAYOUTS, "grid", "ranges")
+OF_MANY = (("grid", "contiguous"), ("ranges", "striped"), ("grid", "zigzag"), ("striped", "ranges"), ("ranges", "grid"))
+
+
+def layout_of(kind, tokens, chunks, rng):
+    return Layout(kind, tokens, chunks) if kind in LAYOUTS else getattr(divisions, kind)(rng, tokens, chunks)
+
+
+@pytest.mark.parametrize(("kind", "other"), list(product(KINDS, KINDS)))
 def test_shared_tokens_are_those_of_both_chunks(kind, other):
     for seqlen, chunks, of_other in product((0, 1, 7, 24, 37), (1, 3, 4), (1, 2, 6)):
-        outer, inner = Layout(kind, seqlen, chunks), Layout(other, seqlen, of_other)
+        rng = random.Random(f"{seqlen} {chunks} {of_other}")
+        outer, inner = layout_of(kind, seqlen, chunks, rng), layout_of(other, seqlen, of_other, rng)
         for number, chunk in product(range(chunks), range(of_other)):
             here, there = outer.positions(number), inner.positions(chunk)
             tokens = [(here[part.outer], there[part.inner]) for part in shared(outer, number, inner, chunk)]
@@ -79,16 +90,17 @@ def test_sequences_are_split_before_heads():
 
 
 def regroupings():
+    rng = random.Random(0)
     for h, a, b in ((1, 2, 2), (2, 2, 1), (2, 1, 3), (4, 1, 1), (4, 2, 1), (3, 1, 2)):
         tile, batch = Tile(h, a, b), 6 if b > 1 else 2
         problem = Problem(37, 12, 5, kv_heads=2 if h == 4 else 6, batch=batch, seqlen_k=41, causal=True, value_dim=3)
-        for kind, inner in product(LAYOUTS, LAYOUTS):
-            outer = tuple(Layout(kind, tokens, tile.ranks) for tokens in (37, 41))
+        for kind, inner in (*product(LAYOUTS, LAYOUTS), *OF_MANY):
+            outer = tuple(layout_of(kind, tokens, tile.ranks, rng) for tokens in (37, 41))
             yield Regrouping(
                 problem,
                 tile,
                 planes.reordered(planes.aligned(outer, h), planes.node_places(tile)),
-                tuple(Layout(inner, tokens, a * b) for tokens in (37, 41)),
+                tuple(layout_of(inner, tokens, a * b, rng) for tokens in (37, 41)),
             )
 
 
@@ -134,6 +146,7 @@ def in_the_callers_array(regrouping, rank, array, outward):
     whole = np.zeros((problem.batch, tokens, getattr(problem, array.heads)))
     regions = [whole[part.sequences, part.shared.outer, part.heads] for part in outward if part.peer != rank]
     as_message = regrouping.by_sequence or all(len(region) == 1 for region in regions)
+    as_message &= not regrouping.joined(of_keys(array))
     return as_message and all(region.flags.c_contiguous for region in regions)
 
 
@@ -148,11 +161,12 @@ def test_ranks_together_exchange_what_each_does():
             for given in (False, True):
                 for array in arrays_of(regrouping.problem, direction, given):
                     nbytes, parts = regrouping.token_bytes(array, given), regrouping.parts(rank, array, given)
+                    joined = regrouping.joined(of_keys(array))
                     for part in parts[given]:
                         if part.peer != rank:
                             crossing = nodes[part.peer] != nodes[rank]
                             expected[int(crossing)] += nbytes * part.shared.tokens
-                            expected[2 + int(crossing)] += 1
+                            expected[2 + int(crossing)] += part.message is not None or not joined
                     (outward, inward), shared = parts, given and regrouping.sharing(array) > 1
                     expected[4] += nbytes * sum(map(regroup.rows_of, parts))
                     expected[5] += nbytes * regroup.rows_of(inward)

@@ -17,11 +17,17 @@ from .exchange import MAX_MESSAGE
 
 
 def shared_tokens(layout, chunk, piece):
-    """The tokens of a chunk in a range of step 1, as pairs of slices: in the chunk, and in the range."""
+    """The tokens of a chunk in a range of step 1, as pairs of indices: in the chunk, a slice, and in the range.
+
+    Those in the range are a slice or, of more than two ranges, an array, in one pair.
+    """
     if not piece:
         return []
     start, stop = piece.start, piece.stop
     pairs, (before, parts) = [], layout.between(chunk, start, stop)
+    if len(parts) > 2:
+        in_piece = np.concatenate([np.arange(t.start - start, t.stop - start, t.step) for t in parts])
+        return [(slice(before, before + len(in_piece)), in_piece)]
     for tokens in parts:
         pairs.append(
             (slice(before, before + len(tokens)), slice(tokens[0] - start, tokens[-1] + 1 - start, tokens.step))
@@ -141,8 +147,8 @@ class Redistribution:
                             messages.send(rank, chunk[in_chunk])
                     for in_chunk, in_piece in shared_tokens(self.layout, rank, own):
                         if rank != me:
-                            messages.receive(rank, rows[in_piece])
-                        elif in_piece == slice(0, len(own), 1):
+                            messages.receive(rank, rows, in_piece)
+                        elif isinstance(in_piece, slice) and in_piece == slice(0, len(own), 1):
                             rows = chunk[in_chunk]  # the whole piece, where it is
                         else:
                             rows[in_piece] = chunk[in_chunk]

@@ -58,19 +58,23 @@ class Rounds:
         self._posting = array
         self._posted += self._exchange.send(self._comm, in_memory(array), rank, TAG)
 
-    def receive(self, rank, array):
-        """Receive what `rank` sends into an array, in this machine's byte order."""
-        if not in_place(array, self._exchange.max_message):
-            buffer = np.empty(array.shape, array.dtype)
-            self._unpack.append((array, buffer))
-            array = buffer
+    def receive(self, rank, array, at=...):
+        """Receive what `rank` sends into an array, in this machine's byte order; at: indices of a part of it."""
+        part = array[at]  # a copy, where indices are an array: the buffer of what comes
+        if not np.may_share_memory(part, array):
+            self._unpack.append((array, at, part))
+        elif not in_place(part, self._exchange.max_message):
+            buffer = np.empty(part.shape, part.dtype)
+            self._unpack.append((part, ..., buffer))
+            part = buffer
+        array = part
         self._posting = array
         self._posted += self._exchange.receive(self._comm, in_memory(array), rank, TAG)
 
     def allgather(self, array, arena, lengths, starts, row_bytes, unpack=()):
         """Give every rank the arrays of all: lengths[r] rows of rank r, from row starts[r] of the contiguous `arena`.
 
-        unpack: (array, buffer) pairs of parts of the arena and the arrays they go to at the end of the round.
+        unpack: (array, indices, buffer): parts of the arena, and where they go at the end of the round.
         """
         if row_bytes:
             self._posting = own, arena = WireBytes(as_bytes(packed(array))), WireBytes(as_bytes(arena))
@@ -94,7 +98,7 @@ class Rounds:
         posted, unpack, then = self._under_way[0]
         self._exchange.wait(posted)
         self._under_way.popleft()
-        for array, buffer in unpack:
-            array[...] = buffer
+        for array, at, buffer in unpack:
+            array[at] = buffer
         if then:
             then()

@@ -23,7 +23,9 @@ class _Boxes:
     """What a message takes of an array of tokens along `axis`; shape: of the array without that axis.
 
     Where the tokens of a chunk are many bytes at each place before `axis`, there is one box a place, so that boxes are
-    contiguous.  places: indices of the axes before.  row: the shape of a token there.  row_bytes: its bytes.
+    contiguous.  places: indices of the axes before.  row_bytes: the bytes of a token there.
+
+    Of chunks that may consist of many ranges, a box has tokens of several of these.
     """
 
     def __init__(self, layout, shape, dtype, axis):
@@ -32,17 +34,25 @@ class _Boxes:
         self.straight = math.prod(leading) == 1 or row_bytes * layout.seqlen >= RUN_BYTES * layout.chunks
         self.places = list(np.ndindex(*leading)) if self.straight else [(slice(None),) * axis]
         self.row_bytes = row_bytes if self.straight else dtype.itemsize * math.prod(shape)
+        self._row = shape[0 if not self.straight else axis :]
+        self._axis = 0 if self.straight else axis
+
+    def shape(self, tokens):
+        """The shape of a box of so many tokens."""
+        return (*self._row[: self._axis], tokens, *self._row[self._axis :])
 
     def of(self, rank, tokens=None):
         """Every box of a rank as indices, into its chunk and into the whole; tokens: the most in a box."""
+        positions = self.layout.positions(rank) if self.layout.many else None
         for place in self.places:
             before = 0
-            for part in self.layout.ranges(rank):
+            for part in self.layout.ranges(rank) if positions is None else [positions]:
                 most = tokens or max(len(part), 1)
                 for first in range(0, len(part), most):
                     cut = part[first : first + most]
                     in_chunk = slice(before + first, before + first + len(cut))
-                    yield (*place, in_chunk), (*place, slice(cut[0], cut[-1] + 1, cut.step))
+                    in_whole = cut if positions is not None else slice(cut[0], cut[-1] + 1, cut.step)
+                    yield (*place, in_chunk), (*place, in_whole)
                 before += len(part)
 
     def rounds(self, ranks):
@@ -148,7 +158,7 @@ def gather(call, layout, chunk, root, axis, max_message=MAX_MESSAGE):
                     elif rank == me:
                         whole[in_whole] = chunk[in_chunk]
                     else:
-                        messages.receive(rank, whole[in_whole])
+                        messages.receive(rank, whole, in_whole)
                 messages.turn()
         messages.end()
     return as_given(given, whole)[0] if gets else None
@@ -157,10 +167,10 @@ def gather(call, layout, chunk, root, axis, max_message=MAX_MESSAGE):
 def _gather_to_all(messages, boxes, peers, chunk, whole):
     """By allgathers, which send less between hosts than messages to every rank."""
     layout, ranks = boxes.layout, range(peers.size)
-    if boxes.straight and all(tokens.step == 1 for rank in ranks for tokens in layout.ranges(rank)):
+    if boxes.straight and not layout.striped and not layout.many:
         for place in boxes.places:
             before = 0
-            for parts in zip(*map(layout.ranges, ranks)):
+            for parts in zip_longest(*map(layout.ranges, ranks), fillvalue=range(0)):
                 own = chunk[(*place, slice(before, before + len(parts[peers.rank])))]
                 before += len(own)
                 lengths, starts = list(map(len, parts)), [part.start for part in parts]
@@ -168,12 +178,16 @@ def _gather_to_all(messages, boxes, peers, chunk, whole):
                 messages.turn()
         return
     for of_round in boxes.rounds(ranks):
-        views = {rank: whole[in_whole] for rank, _, in_whole in of_round}
-        sizes = [views[rank].size if rank in views else 0 for rank in ranks]
+        places = {rank: (in_whole, in_chunk[-1].stop - in_chunk[-1].start) for rank, in_chunk, in_whole in of_round}
+        shapes = {rank: boxes.shape(tokens) for rank, (_, tokens) in places.items()}
+        sizes = [math.prod(shapes[rank]) if rank in shapes else 0 for rank in ranks]
         ends = np.cumsum(sizes).tolist()
         arena = np.empty(ends[-1], whole.dtype)
         starts = [end - size for end, size in zip(ends, sizes)]
-        unpack = [(view, arena[starts[rank] : ends[rank]].reshape(view.shape)) for rank, view in views.items()]
+        unpack = [
+            (whole, in_whole, arena[starts[rank] : ends[rank]].reshape(shapes[rank]))
+            for rank, (in_whole, _) in places.items()
+        ]
         own = next((chunk[in_chunk] for rank, in_chunk, _ in of_round if rank == peers.rank), chunk[:0])
         messages.allgather(own, arena, sizes, starts, whole.itemsize, unpack)
         messages.turn()

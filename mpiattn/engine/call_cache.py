@@ -7,8 +7,7 @@ from itertools import chain, pairwise
 
 import numpy as np
 
-from ..problem.layout import increasing
-from ..schedule.ranges import places, positions
+from ..schedule.ranges import increasing, places, positions
 from ..schedule.rank_steps import RankSteps
 
 RECENT = 8  # sets of documents of which the calls are kept

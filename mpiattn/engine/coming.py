@@ -9,7 +9,7 @@ LEAST = 256  # tokens of a piece: in each launch a query takes the time of a hun
 class _Part(NamedTuple):
     """Tokens of a chunk that another rank sends, or that are here: then there are no requests.
 
-    messages: (received array, where it belongs in the chunk or None if it is there) of each array.
+    messages: (received array, [(where some of it belongs, that part of it)]) of each; nothing of what is there.
     """
 
     tokens: range
@@ -35,11 +35,11 @@ class Coming:
         """Whether there is a part of the chunk of `kind` that has not been waited for."""
         return bool(self._parts)
 
-    def add(self, kind, tokens, requests=(), rows=None, place=None):
+    def add(self, kind, tokens, requests=(), rows=None, places=()):
         """Note tokens of an array that come, or that are here.
 
         tokens: slice of the chunk, the same for all arrays of a kind.  requests: of the messages with them.
-        rows, place: as in `messages` of a part.
+        rows, places: as in `messages` of a part.
         """
         part = self._other
         if kind == self.kind:
@@ -47,7 +47,7 @@ class Coming:
             part = self._parts.setdefault(tokens, _Part(tokens, [], []))
         if requests:
             part.requests.extend(requests)
-            part.messages.append((rows, place))
+            part.messages.append((rows, places))
 
     def send(self, requests, rows):
         """Note an array that leaves."""
@@ -98,7 +98,7 @@ class Coming:
         messages = [message for part in parts for message in part.messages]
         for event in [self.backend.arrived(rows) for rows, _ in messages]:
             self.backend.wait(event)
-        for event in [self.backend.copy(place, rows) for rows, place in messages if place is not None]:
+        for event in [self.backend.copy(*place) for _, places in messages for place in places]:
             self.backend.wait(event)
 
     def finish(self):

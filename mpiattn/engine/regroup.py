@@ -148,8 +148,13 @@ class Regroup:
         region = self._as_caller(rows)
         if self._as_message(region):
             return region, None
-        packed = memory[part.packed]
-        return (self._unpacked(packed), region) if self.regrouping.by_sequence else (packed, rows)
+        place, packed = self._packed_place(chunk, part, memory)
+        return packed, place
+
+    def _packed_place(self, chunk, part, memory):
+        """Where a part belongs in the chunk of the mesh, and its packed rows, of the same shape."""
+        rows, packed = chunk[part.shared.inner], memory[part.packed]
+        return (self._as_caller(rows), self._unpacked(packed)) if self.regrouping.by_sequence else (rows, packed)
 
     def take(self, schedule, prepared):
         """Move arrays to the mesh; collective.  Returns its chunks by argument, (), and the `Coming` of one kind.
@@ -169,30 +174,40 @@ class Regroup:
             whole, chunk = outer[array.argument], self._chunks[array.name, False]
             outward, inward = self._parts(array, False)
             kind = "KV" if of_keys(array) else "Q"
+            joined, everything = self.regrouping.joined(of_keys(array)), slice(0, self._tokens[of_keys(array)])
             memory, done = self._packed[array.name, False, "outer"], {}
             for part in outward:
                 region = whole[part.sequences, part.shared.outer, part.heads]
                 if part.peer == self.mesh.rank:
                     staying.append((self._as_caller(chunk[part.shared.inner]), region))
-                    coming.add(kind, part.shared.inner)
+                    coming.add(kind, everything if joined else part.shared.inner)
                     continue
                 rows = done.get(part.packed.start)
-                if rows is None and self._as_message(region):
+                if rows is None and not joined and self._as_message(region):
                     rows = region
                 elif rows is None:
                     rows = memory[part.packed]
                     self.backend.copy(self._unpacked(rows), region)
                 done[part.packed.start] = rows
-                sends.append((kind == last, part.peer, array.name, rows))
-            memory = self._packed[array.name, False, "inner"]
+                if part.message or not joined:
+                    sends.append((kind == last, part.peer, array.name, memory[part.message] if joined else rows))
+            memory, places = self._packed[array.name, False, "inner"], []
             for part in inward:
-                if part.peer != self.mesh.rank:
+                if part.peer == self.mesh.rank:
+                    continue
+                if not joined:
                     rows, place = self._of_mesh(chunk, part, memory)
-                    receives.append((kind, part.shared.inner, array.name, part.peer, rows, place))
+                    places = [] if place is None else [(place, rows)]
+                    receives.append((kind, part.shared.inner, array.name, part.peer, rows, places))
+                    continue
+                places.append(self._packed_place(chunk, part, memory))
+                if part.message:
+                    receives.append((kind, everything, array.name, part.peer, memory[part.message], places))
+                    places = []
         coming.posting = sends, receives
         self.backend.begin()
-        for kind, tokens, name, peer, rows, place in receives:
-            coming.add(kind, tokens, self._receive(name, peer, rows), rows, place)
+        for kind, tokens, name, peer, rows, places in receives:
+            coming.add(kind, tokens, self._receive(name, peer, rows), rows, places)
         # Every rank sends to the one ahead of it first, so that tokens reach a rank piece by piece.
         sends.sort(key=lambda send: (send[0], (send[1] - self.mesh.rank) % self.mesh.cart.size))
         for _, peer, name, rows in sends:
@@ -216,38 +231,45 @@ class Regroup:
         self.backend.finish()
         self.coming.finish()
         self.backend.begin()
-        sends, receives = [], []
+        sends, received, receives = [], [], []
         for array, result in zip(arrays_of(self._problem, direction, True), results):
             whole, chunk = _by_head(result), self._chunks[array.name, True]
             outward, inward = self._parts(array, True)
+            joined = self.regrouping.joined(of_keys(array))
             memory, adds = self._packed[array.name, True, "inner"], self.regrouping.sharing(array) > 1
             for part in inward:
-                if part.peer != self.mesh.rank:
+                if part.peer == self.mesh.rank:
+                    continue
+                if joined:
+                    place, rows = self._packed_place(chunk, part, memory)
+                else:
                     rows, place = self._of_mesh(chunk, part, memory)
-                    if place is not None:
-                        self.backend.copy(rows, place)
-                    sends.append((array.name, part.peer, rows))
+                if place is not None:
+                    self.backend.copy(rows, place)
+                if part.message or not joined:
+                    sends.append((array.name, part.peer, memory[part.message] if joined else rows))
             memory = self._packed[array.name, True, "outer"]
             for part in outward:
                 region = whole[part.sequences, part.shared.outer, part.heads]
                 if part.peer == self.mesh.rank and not adds:
                     self.backend.copy(region, self._as_caller(chunk[part.shared.inner]))
-                elif not adds and self._as_message(region):
-                    receives.append((array.name, part.peer, region, None, None))
+                elif not adds and not joined and self._as_message(region):
+                    received.append((array.name, part.peer, region))
                 else:
                     rows = memory[part.packed]
                     if part.peer == self.mesh.rank:
                         self.backend.copy(self._unpacked(rows), self._as_caller(chunk[part.shared.inner]))
                     tokens = part.shared.outer
                     place = array.name, part.sequences.start, tokens.start, tokens.step, part.heads.start
-                    receives.append((array.name, part.peer, rows, place, region))
-        received = [receive[:3] for receive in receives if receive[1] != self.mesh.rank]
+                    receives.append((rows, place, region))
+                    if part.peer != self.mesh.rank and (part.message or not joined):
+                        received.append((array.name, part.peer, memory[part.message] if joined else rows))
         self._exchange(sends, received, f"regrouping after the {direction} pass")
         sums = {}
-        for _, _, rows, place, region in receives:
+        for rows, place, region in receives:
             if place in sums:
                 self.backend.add([sums[place][0]], [rows])
-            elif region is not None:
+            else:
                 sums[place] = rows, region
         for rows, region in sums.values():
             self.backend.copy(region, self._unpacked(rows))

@@ -15,6 +15,7 @@ SAMPLED = 2**20  # intervals looked at with documents, or several a query
 LOOKED_AT = 2**7  # queries that tell how many intervals a query has
 GOLDEN = 5**0.5 / 2 - 0.5  # irrational: samples at its multiples are never in step with stripes
 TABLE_PIECE = 2**14  # numbers of a table counted at a time
+FEW_RANGES = 16  # of a chunk of queries by those of a chunk of keys: of more, queries are looked at sooner
 FEW = 2**10  # numbers of a table that are counted together even if only some are asked for
 
 
@@ -65,14 +66,17 @@ def _in_chunks(owners, lo, hi, rows, k_layout):
         whole = np.rint(np.bincount(owners, rounds, rows)).astype(np.int64)
         seen = twice.reshape(rows, 2, -1).sum(axis=1) + whole[:, None]
         return seen if k_layout.order is None else seen[:, k_layout.order]
-    numbers, lengths = k_layout.pieces
-    stops = np.cumsum(lengths)
+    cuts, of_pieces = k_layout.owners
+    stops, lengths = cuts[1:], np.diff(cuts)
     first, last = np.searchsorted(stops, lo, "right"), np.searchsorted(stops, hi - 1, "right")
     seen = covered(first, last + 1, lengths.size) * lengths
     for piece, unseen in ((first, lo - (stops - lengths)[first]), (last, stops[last] - hi)):
         part = np.bincount(owners * lengths.size + piece, unseen, seen.size)  # sums below 2 ** 53 are exact in float64
         seen -= np.rint(part).astype(np.int64).reshape(seen.shape)
-    return seen[:, numbers].sum(axis=1)
+    order = np.argsort(of_pieces, kind="stable")
+    total = np.concatenate([np.zeros_like(seen[:, :1]), seen[:, order].cumsum(axis=1)], axis=1)
+    first = of_pieces[order].searchsorted(np.arange(k_layout.chunks + 1))
+    return total[:, first[1:]] - total[:, first[:-1]]
 
 
 class Pairs:
@@ -81,7 +85,8 @@ class Pairs:
     def __init__(self, mask, q_layout, k_layout):
         self.mask, self.layouts, self.ranges = mask, (q_layout, k_layout), (_ranges(q_layout), _ranges(k_layout))
         steps = {ranges.step for of_side in self.ranges for ranges in of_side}
-        self.closed = len(steps) == 1 and mask.closed_form  # without a look at queries
+        few = len(self.ranges[0]) * len(self.ranges[1]) <= FEW_RANGES
+        self.closed = len(steps) == 1 and few and mask.closed_form  # without a look at queries
         self.few = q_layout.chunks * k_layout.chunks <= FEW
 
     def at(self, q, k):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import ArgumentError
-from ..problem.layout import Layout
+from ..problem.layout import LAYOUTS, Layout
 from ..schedule.kinds import IN_COLUMNS, KINDS
 from ..schedule.regroup import Regrouping, split
 from ..schedule.tile import Tile
@@ -99,7 +99,9 @@ def inner_layouts(space, pair, chunks):
         return [wanted]
     if wanted != "auto":
         return [pair_of((wanted, wanted), problem, chunks)]
-    own = pair if pair[0].chunks == chunks else pair_of([layout.kind for layout in pair], problem, chunks)
+    own = pair
+    if pair[0].chunks != chunks:  # only the kinds that are names can be had of any number of chunks
+        own = pair_of([layout.kind if layout.kind in LAYOUTS else LAYOUTS[0] for layout in pair], problem, chunks)
     others = auto_kinds(space.mask, chunks) if len(space.layout_pairs) == 1 else ()
     return list(dict.fromkeys([own, *(pair_of((kind, kind), problem, chunks) for kind in others)]))
 

@@ -28,8 +28,11 @@ def in_common(layout: Layout, some: NDArray[np.int64], other: Layout) -> tuple[N
     """Tokens that some chunks of a layout share with each chunk of another: int64 (pairs, some, chunks).
 
     Every run of one is counted with every run of the other, a pair.  The step of one layout divides that of the other.
-    Also returns whether the shared tokens are apart in `layout`'s chunk, not consecutive.
+    Of chunks that may have many runs all are one pair, since they are one message.
+    Also returns whether the shared tokens are apart in `layout`'s chunk, not consecutive, or other runs are.
     """
+    if layout.many or other.many:
+        return _of_many(layout, other)[None, some], True
     (starts, lengths, step), (other_starts, other_lengths, other_step) = layout.all_ranges(), other.all_ranges()
     start, stop = (bound[:, None, some, None] for bound in (starts, starts + lengths * step))
     other_start, other_stop = (bound[:, None] for bound in (other_starts, other_starts + other_lengths * other_step))
@@ -41,6 +44,32 @@ def in_common(layout: Layout, some: NDArray[np.int64], other: Layout) -> tuple[N
     if min(step, other_step) > 1:
         tokens *= (start - other_start) % min(step, other_step) == 0
     return tokens.reshape(-1, *tokens.shape[2:]), period > step
+
+
+def _of_many(layout: Layout, other: Layout) -> NDArray[np.int64]:
+    """Tokens that each chunk of a layout shares with each of another, from the cuts of both: int64 (chunks, chunks)."""
+    if layout.striped:
+        return _of_many(other, layout).T
+    cuts, owners = layout.owners
+    shape = layout.chunks, other.chunks
+
+    def by_owner(numbers: NDArray[np.int64], weights: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.rint(np.bincount(numbers, weights, shape[0] * shape[1])).astype(np.int64).reshape(shape)
+
+    if not other.striped:
+        other_cuts, other_owners = other.owners
+        both = np.union1d(cuts, other_cuts)
+        ours, theirs = (
+            of[ends.searchsorted(both[:-1], "right") - 1] for ends, of in ((cuts, owners), (other_cuts, other_owners))
+        )
+        return by_owner(ours * shape[1] + theirs, np.diff(both))
+    # before position q * chunks + r come q tokens of each stripe, and one more of those below r
+    q, r = np.divmod(cuts, shape[1])
+    more = sum(
+        sign * by_owner(owners * shape[1] + ends, np.ones_like(ends)) for sign, ends in ((1, r[1:]), (-1, r[:-1]))
+    )
+    tokens = more[:, ::-1].cumsum(axis=1)[:, ::-1] - more + by_owner(owners * shape[1], np.diff(q))[:, :1]
+    return tokens if other.order is None else tokens[:, other.order]
 
 
 class OfToken(NamedTuple):

@@ -206,7 +206,8 @@ class MeshAttention(Verified):
         Raises
         ------
         ArgumentError, CallError, PeerFailure, MpiattnError
-            As in `MeshAttention`.  Also where layout sizes do not sum to the length, or it exceeds max_memory.
+            As in `MeshAttention`.  Also where the sizes, grid or ranges of the layout are not of that length, or
+            it exceeds max_memory.
         """
         home, p, other = self._check_open(), self.problem, object.__new__(type(self))
         seqlen = p.seqlen if seqlen is None else seqlen

@@ -12,6 +12,7 @@ by slicing, without an index array of the whole sequence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,12 +23,15 @@ import numpy as np
 
 from ..errors import ArgumentError
 from .choices import one_of
+from .grid import checked_blocks, of_grid
+from .pieces import Pieces
 from .values import whole_number
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
+GRID, RANGES = "grid", "ranges"  # kinds that are more than a name: made by `Layout.grid` and `Layout.of_ranges`
 
 
 def even_part(total: int, parts: int, i: int) -> range:
@@ -46,19 +50,6 @@ def within(tokens: range, start: int, stop: int) -> tuple[int, int]:
     return first_from(start), max(first_from(start), first_from(stop))
 
 
-def increasing(chunks: Iterable[Sequence[range]]) -> list[range] | NDArray[np.int64]:
-    """The tokens of some chunks of one layout, in increasing order: as few ranges or, of interleaved ones, an array."""
-    ranges = sorted((tokens for chunk in chunks for tokens in chunk if tokens), key=lambda tokens: tokens.start)
-    if len(ranges) > 1 and any(tokens.step > 1 for tokens in ranges):
-        return np.sort(np.concatenate([np.arange(t.start, t.stop, t.step) for t in ranges]))
-    joined: list[range] = []
-    for tokens in ranges:
-        if joined and joined[-1].stop == tokens.start:
-            tokens = range(joined.pop().start, tokens.stop)
-        joined.append(tokens)
-    return joined
-
-
 @dataclass(frozen=True)
 class Layout:
     """The division of `seqlen` tokens into `chunks` chunks, one per rank; lengths may differ or be zero.
@@ -68,15 +59,18 @@ class Layout:
     kind : str
         "contiguous": consecutive pieces in order of rank.  "striped": rank r holds the tokens r, r + chunks, and so on.
         "zigzag": of 2 * chunks consecutive pieces, rank r holds the r-th and the r-th from the end.
+        "grid", "ranges": what `Layout.grid` and `Layout.of_ranges` make.
     seqlen : int
         Number of tokens in the sequence, at least 0.
     chunks : int
         Number of chunks, at least 1.
     sizes : sequence of int, default the even split
-        Number of tokens in every chunk; for "contiguous" only.
+        Number of tokens in every chunk, of "contiguous".  Of "grid", by axis the lengths of the blocks along it.
     order : tuple of int, default (0, 1, ...)
         For every rank, the number of its chunk in this division.  Plans set it to assign chunks node by node, and
         stripes so that neighbours together hold a chunk of a plane.  The methods then take ranks as `chunk`.
+    pieces : Pieces
+        Of "ranges": the ranges of every chunk.
 
     Raises
     ------
@@ -95,26 +89,108 @@ class Layout:
     kind: str
     seqlen: int
     chunks: int
-    sizes: Sequence[int] | None = None
+    sizes: Sequence[Any] | None = None
     order: tuple[int, ...] | None = None
+    pieces: Pieces | None = None
     _ranges: dict[int, tuple[range, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        one_of("layout", self.kind, LAYOUTS)
+        one_of("layout", self.kind, (*LAYOUTS, GRID, RANGES))
         for name, value, least in (("seqlen", self.seqlen, 0), ("chunks", self.chunks, 1)):
             object.__setattr__(self, name, whole_number(name, value, least))  # ranks compare layouts by their repr
-        if self.sizes is None:
-            return
-        if not (isinstance(self.sizes, Iterable) and all(isinstance(size, Integral) for size in self.sizes)):
-            raise ArgumentError(f"sizes is {self.sizes!r}; it must be whole numbers, one a chunk")
-        object.__setattr__(self, "sizes", tuple(map(int, self.sizes)))
-        if self.kind != "contiguous":
-            raise ArgumentError(f"sizes are given with layout {self.kind!r}; only 'contiguous' takes them")
-        if len(self.sizes) != self.chunks or sum(self.sizes) != self.seqlen or min(self.sizes) < 0:
+        if self.kind == GRID:
+            object.__setattr__(self, "sizes", checked_blocks(self.sizes, self.seqlen, self.chunks))
+        elif self.sizes is not None:
+            self._check_sizes()
+        if self.pieces is None:
+            if self.kind == RANGES:
+                raise ArgumentError("layout is 'ranges' without pieces; Layout.of_ranges makes it")
+        elif (self.kind, self.seqlen, self.chunks) != (RANGES, self.pieces.seqlen, self.pieces.chunks):
             raise ArgumentError(
-                f"sizes is {self.sizes}, {len(self.sizes)} numbers whose sum is {sum(self.sizes)}; it must be "
+                f"layout is {self.kind!r} with ranges of {self.pieces.seqlen} tokens on {self.pieces.chunks} ranks; it "
+                f"must be of {self.seqlen} on {self.chunks}, by Layout.of_ranges"
+            )
+
+    def _check_sizes(self) -> None:
+        sizes = self.sizes
+        if not (isinstance(sizes, Iterable) and all(isinstance(size, Integral) for size in sizes)):
+            raise ArgumentError(f"sizes is {sizes!r}; it must be whole numbers, one a chunk")
+        sizes = tuple(map(int, sizes))
+        object.__setattr__(self, "sizes", sizes)
+        if self.kind != "contiguous":
+            raise ArgumentError(f"sizes are given with layout {self.kind!r}; only 'contiguous' and 'grid' take them")
+        if len(sizes) != self.chunks or sum(sizes) != self.seqlen or min(sizes) < 0:
+            raise ArgumentError(
+                f"sizes is {sizes}, {len(sizes)} numbers whose sum is {sum(sizes)}; it must be "
                 f"{self.chunks} numbers from 0, one a chunk, whose sum is seqlen, {self.seqlen}"
             )
+
+    @staticmethod
+    def of_ranges(parts: Sequence[Any]) -> Layout:
+        """Any division of the tokens: every rank holds some ranges of them.
+
+        Parameters
+        ----------
+        parts : sequence, one element a rank
+            The ranges of every rank, none or more of them, increasing: each a `range` of step 1 or a pair (first token,
+            one after the last).  All together hold every token from 0 on once.
+
+        Returns
+        -------
+        Layout
+
+        Raises
+        ------
+        ArgumentError
+            On this rank alone: ranges of a rank do not increase, or a token is left out or held twice.
+
+        Examples
+        --------
+        >>> Layout.of_ranges([[(0, 2), (5, 8)], [], [range(2, 5)]]).positions(0)
+        array([0, 1, 5, 6, 7])
+        """
+        pieces = Pieces.of_ranges(parts)
+        return Layout(RANGES, pieces.seqlen, pieces.chunks, pieces=pieces)
+
+    @staticmethod
+    def grid(shape: Sequence[int], cart: Any, sizes: Sequence[Sequence[int] | None] | None = None) -> Layout:
+        """A grid in C order, in blocks: every rank holds one, and its block flattened in C order is its chunk.
+
+        Parameters
+        ----------
+        shape : tuple of int
+            Number of points along every axis.
+        cart : mpi4py.MPI.Cartcomm or tuple of int
+            The Cartesian communicator of the plan, with any order of ranks, or its dims with ranks in C order.  Of
+            fewer dims than axes, the last axes are not divided.
+        sizes : sequence, one element an axis, default the even split
+            The lengths of the blocks along each axis, 0 or more points each, or None for the even split, in which the
+            first blocks have one point more than the last if the number of points does not divide.
+
+        Returns
+        -------
+        Layout
+
+        Raises
+        ------
+        ArgumentError
+            On this rank alone.
+
+        Examples
+        --------
+        >>> Layout.grid((3, 4), (1, 2)).positions(1)
+        array([ 2,  3,  6,  7, 10, 11])
+        """
+        lengths, order = of_grid(shape, cart, sizes)
+        seqlen, chunks = (math.prod(map(count, lengths)) for count in (sum, len))
+        return Layout(GRID, seqlen, chunks, lengths, order)
+
+    @cached_property
+    def _pieces(self) -> Pieces | None:
+        """The `Pieces` of a grid or of ranges; None of the other kinds, which have few ranges a chunk."""
+        if self.kind == GRID:
+            return Pieces.of_blocks(self.sizes or ()).in_order(self.order)
+        return self.pieces and self.pieces.in_order(self.order)
 
     @property
     def striped(self) -> bool:
@@ -126,12 +202,26 @@ class Layout:
         """
         return self.kind == "striped"
 
+    @cached_property
+    def many(self) -> bool:
+        """Whether a chunk may have more ranges than the two of zigzag.
+
+        Returns
+        -------
+        bool
+        """
+        return self._pieces is not None and self._pieces.most > 2
+
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.kind, self.seqlen, self.chunks, self.sizes, self.order))
+        return hash((self.kind, self.seqlen, self.chunks, self.sizes, self.order, self.pieces))
+
+    def __repr__(self) -> str:
+        names = ["kind", "seqlen", "chunks", "sizes", "order", *(["pieces"] if self.pieces else [])]
+        return f"Layout({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields alone, without ranges: what is cached can be made again."""
@@ -154,7 +244,11 @@ class Layout:
         if ranges is None:
             if not 0 <= chunk < self.chunks:
                 raise ArgumentError(f"chunk is {chunk!r}; it must be from 0 to {self.chunks - 1}")
-            ranges = self._ranges[chunk] = self._of_number(chunk if self.order is None else self.order[chunk])
+            if self._pieces is None:
+                ranges = self._of_number(chunk if self.order is None else self.order[chunk])
+            else:
+                ranges = self._pieces.ranges(chunk)
+            self._ranges[chunk] = ranges
         return ranges
 
     def _of_number(self, chunk: int) -> tuple[range, ...]:
@@ -174,8 +268,8 @@ class Layout:
 
         Returns
         -------
-        starts, lengths : ndarray of int64, shape (ranges of a chunk, chunks)
-            First token and number of tokens of every range, as in `ranges`.
+        starts, lengths : ndarray of int64, shape (most ranges of a chunk, chunks)
+            First token and number of tokens of every range, as in `ranges`; chunks of fewer have empty ones at the end.
         step : int
             The step of all of them.
         """
@@ -186,25 +280,18 @@ class Layout:
         chunks = np.arange(self.chunks) if self.order is None else np.array(self.order)
         if self.striped:
             return chunks[None], -(-(self.seqlen - chunks[None]).clip(0) // self.chunks), self.chunks
-        numbers, lengths = self.pieces
+        if self._pieces is not None:
+            return (*self._pieces.padded, 1)
+        lengths = self._few_lengths
+        numbers = np.stack([chunks, len(lengths) - 1 - chunks][: len(lengths) // self.chunks])
         return (np.cumsum(lengths) - lengths)[numbers], lengths[numbers], 1
 
-    @cached_property
-    def pieces(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The consecutive pieces of the sequence of which chunks consist, unless they are striped.
-
-        Returns
-        -------
-        numbers : ndarray of int64, shape (pieces of a chunk, chunks)
-            The pieces of every chunk, counted in the sequence.
-        lengths : ndarray of int64, shape (pieces,)
-            Number of tokens of every piece.
-        """
-        chunks = np.arange(self.chunks) if self.order is None else np.array(self.order)
+    @property
+    def _few_lengths(self) -> NDArray[np.int64]:
+        """Number of tokens of every piece of the sequence, one a chunk or two in zigzag."""
         pieces = self.chunks * (1 + (self.kind == "zigzag"))
         size, extra = divmod(self.seqlen, pieces)
-        lengths = size + (np.arange(pieces) < extra) if self.sizes is None else np.array(self.sizes)
-        return np.stack([chunks, pieces - 1 - chunks][: pieces // self.chunks]), lengths
+        return size + (np.arange(pieces) < extra) if self.sizes is None else np.array(self.sizes)
 
     @cached_property
     def owners(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -216,9 +303,11 @@ class Layout:
             Positions in the sequence.
         chunks : ndarray of int64, shape (pieces,)
         """
-        numbers, lengths = self.pieces
-        chunks = np.empty(lengths.size, np.int64)
-        chunks[numbers] = np.arange(self.chunks)
+        if self._pieces is not None:
+            return self._pieces.cuts, self._pieces.owners
+        lengths = self._few_lengths
+        numbers = np.arange(self.chunks) if self.order is None else np.argsort(self.order)
+        chunks = numbers if len(lengths) == self.chunks else np.concatenate([numbers, numbers[::-1]])
         return np.concatenate([[0], np.cumsum(lengths)]), chunks
 
     def between(self, chunk: int, start: int, stop: int) -> tuple[int, list[range]]:
@@ -238,6 +327,8 @@ class Layout:
         parts : list of range
             The tokens in [start, stop); no range is empty.
         """
+        if self._pieces is not None:
+            return self._pieces.between(chunk, start, stop)
         before, parts = 0, []
         for tokens in self.ranges(chunk):
             first, last = within(tokens, start, stop)
@@ -289,7 +380,7 @@ class Layout:
         -------
         int
         """
-        return sum(len(tokens) for tokens in self.ranges(chunk))
+        return sum(map(len, self.ranges(chunk))) if self._pieces is None else self.lengths[chunk]
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -299,6 +390,8 @@ class Layout:
         -------
         tuple of int, length chunks
         """
+        if self._pieces is not None:
+            return self._pieces.lengths
         _, lengths, _ = self.all_ranges()
         return tuple(lengths.sum(axis=0).tolist())
 
@@ -315,6 +408,8 @@ class Layout:
         ndarray of int64, shape (tokens,)
             Increasing.
         """
+        if self._pieces is not None:
+            return self._pieces.positions(chunk)
         return np.concatenate([np.arange(t.start, t.stop, t.step, dtype=np.int64) for t in self.ranges(chunk)])
 
 

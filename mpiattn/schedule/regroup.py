@@ -141,6 +141,9 @@ def _runs(layout: Layout, chunk: int) -> Iterator[tuple[int, range]]:
 def shared(outer: Layout, number: int, inner: Layout, chunk: int) -> list[Shared]:
     """The tokens that chunk `number` of one layout and `chunk` of another have in common."""
 
+    if outer.many or inner.many:
+        return _shared_of_many(outer, number, inner, chunk)
+
     def rows(both: range, run: range, before: int) -> slice:
         first, step = before + (both.start - run.start) // run.step, both.step // run.step
         return slice(first, first + (len(both) - 1) * step + 1, step)
@@ -151,6 +154,22 @@ def shared(outer: Layout, number: int, inner: Layout, chunk: int) -> list[Shared
             both = common(tokens, inner_tokens)
             if both:
                 parts.append(Shared(rows(both, tokens, before), rows(both, inner_tokens, inner_before)))
+    return parts
+
+
+def _shared_of_many(outer: Layout, number: int, inner: Layout, chunk: int) -> list[Shared]:
+    """As `shared`, of chunks that may have many ranges: only those are looked at that meet."""
+    if outer.striped:
+        turned = _shared_of_many(inner, chunk, outer, number)
+        return sorted((Shared(part.inner, part.outer) for part in turned), key=lambda part: part.outer.start)
+    parts = []
+    for before, tokens in _runs(outer, number):
+        at, shared = inner.between(chunk, tokens.start, tokens.stop)
+        for both in shared:
+            first = before + both.start - tokens.start
+            own = slice(first, first + (len(both) - 1) * both.step + 1, both.step)
+            parts.append(Shared(own, slice(at, at + len(both), 1)))
+            at += len(both)
     return parts
 
 
@@ -172,6 +191,7 @@ class Part(NamedTuple):
 
     sequences, heads: of all.  packed: rows of the memory in which they are packed, as the message has them; None if the
     message lies in the chunk of the mesh, or if there is none since the rank is its own peer.
+    message: of parts that travel together, at the last of them, the rows of them all.
     """
 
     peer: int
@@ -179,6 +199,19 @@ class Part(NamedTuple):
     sequences: slice
     heads: slice
     packed: slice | None
+    message: slice | None = None
+
+
+def _with_messages(parts: list[Part]) -> list[Part]:
+    """The same, in which all parts of a peer, which follow one another, are one message."""
+    joined = []
+    for i, part in enumerate(parts):
+        if part.packed and (i == 0 or parts[i - 1].peer != part.peer):
+            start = part.packed.start
+        if part.packed and (i + 1 == len(parts) or parts[i + 1].peer != part.peer):
+            part = part._replace(message=slice(start, part.packed.stop))
+        joined.append(part)
+    return joined
 
 
 @dataclass(frozen=True)
@@ -214,6 +247,10 @@ class Regrouping:
             (other, sorted((Shared(part.inner, part.outer) for part in some), key=lambda part: part.outer.start))
             for other, some in partners(self.inner[keys], chunk, self.outer[keys])
         ]
+
+    def joined(self, keys: bool) -> bool:
+        """Whether what a rank sends another of an array is one message, as chunks consist of many ranges."""
+        return self.outer[keys].many or self.inner[keys].many
 
     @cached_property
     def split(self) -> tuple[int, int]:
@@ -260,7 +297,10 @@ class Regrouping:
         """
         key = rank, of_keys(array), given  # arrays of the same heads and tokens have the same parts
         if key not in self._known:
-            self._known[key] = self._outward(rank, array, given), self._inward(rank, array)
+            parts = self._outward(rank, array, given), self._inward(rank, array)
+            if self.joined(of_keys(array)):
+                parts = _with_messages(parts[0]), _with_messages(parts[1])
+            self._known[key] = parts
         return self._known[key]
 
     @cached_property
@@ -289,12 +329,13 @@ class Regrouping:
         return parts
 
     def _inward(self, rank: int, array: Array) -> list[Part]:
-        """Consecutive tokens travel from and to where they are, if messages have them token after token."""
+        """Consecutive tokens travel from and to where they are, if messages have them alone, token after token."""
         parts, sequences, heads, at = [], self.sequences(rank), self.heads(array, rank), 0
+        joined = self.joined(of_keys(array))
         for peer, some in self.from_callers(rank, of_keys(array)):
             for shared in some:
                 rows = None
-                if (self.by_sequence or shared.inner.step != 1) and peer != rank:
+                if (joined or self.by_sequence or shared.inner.step != 1) and peer != rank:
                     rows = slice(at, at + shared.tokens)
                     at += shared.tokens
                 parts.append(Part(peer, shared, sequences, heads, rows))
@@ -316,14 +357,15 @@ class Regrouping:
 
     def messages(self, rank: int, direction: str) -> list[tuple[int, int]]:
         """(peer, bytes) of all that a rank sends before and after a pass."""
-        return [
-            (part.peer, part.shared.tokens * nbytes)
-            for given in (False, True)
-            for array in arrays_of(self.problem, direction, given)
-            for nbytes in [self.token_bytes(array, given)]
-            for part in self.parts(rank, array, given)[given]
-            if part.peer != rank
-        ]
+        messages = []
+        for given in (False, True):
+            for array in arrays_of(self.problem, direction, given):
+                nbytes, joined = self.token_bytes(array, given), self.joined(of_keys(array))
+                for part in self.parts(rank, array, given)[given]:
+                    if part.peer != rank and (part.message or not joined):
+                        tokens = part.message.stop - part.message.start if part.message else part.shared.tokens
+                        messages.append((part.peer, tokens * nbytes))
+        return messages
 
     def sent(self, rank: int, direction: str) -> int:
         """Bytes that a rank sends before and after a pass."""

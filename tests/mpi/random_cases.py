@@ -3,6 +3,7 @@
 import random
 from typing import NamedTuple
 
+import divisions
 from runs import tiles
 
 from mpiattn import Layout
@@ -73,8 +74,11 @@ def draw_case(seed, index, size):
     kv_heads, batch = rng.choice([1, 1, 2, 3]), rng.choice([1, 1, 2, 3, 4])
     seqlen = rng.choice([0, 1, 3, 5, 17, 31, 40, 64, 97, 150])
     seqlen_k = seqlen if rng.random() < 0.6 else rng.choice([0, 1, 7, 50, 64, 128])
-    layout = rng.choice(["contiguous", "striped", "zigzag", "uneven"])
-    if layout == "uneven":
+    layout = rng.choice(["contiguous", "striped", "zigzag", "uneven", "any", "any"])
+    if layout == "any":
+        layout = tuple(divisions.either(rng, n, ranks) for n in (seqlen, seqlen_k))
+        layout = layout[:1] * 2 if seqlen == seqlen_k and rng.random() < 0.5 else layout
+    elif layout == "uneven":
         layout = tuple(Layout("contiguous", n, ranks, cut(rng, n, ranks)) for n in (seqlen, seqlen_k))
     dtype, route = rng.choice(["float16", "bfloat16", "float32", "float64"]), rng.choice(["direct", "direct", "ring"])
     wire = rng.choice([None, None, "float16", "bfloat16", "float32"]) if route == "direct" else None

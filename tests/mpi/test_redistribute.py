@@ -1,7 +1,9 @@
 """Tokens from files to chunks and back."""
 
 import os
+import random
 
+import divisions
 import h5py
 import numpy as np
 import pytest
@@ -35,7 +37,11 @@ def layout_of(kind, seqlen, ranks):
     return kind(seqlen, ranks) if callable(kind) else Layout(kind, seqlen, ranks)
 
 
-LAYOUTS = ("contiguous", "striped", "zigzag", uneven, ledger)
+def drawn(seqlen, ranks):
+    return divisions.either(random.Random(f"{seqlen} {ranks}"), seqlen, ranks)
+
+
+LAYOUTS = ("contiguous", "striped", "zigzag", uneven, ledger, drawn)
 
 
 def positions(layout, rank):

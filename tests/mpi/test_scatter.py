@@ -1,5 +1,8 @@
 """Scatter, gather and positions."""
 
+import random
+
+import divisions
 import numpy as np
 import pytest
 from runs import agreed
@@ -21,7 +24,11 @@ def uneven(comm, seqlen):
     return Layout("contiguous", seqlen, comm.size, tuple(sizes))
 
 
-LAYOUTS = ("contiguous", "striped", "zigzag", uneven)
+def drawn(comm, seqlen):
+    return divisions.either(random.Random(f"{seqlen} {comm.size}"), seqlen, comm.size)
+
+
+LAYOUTS = ("contiguous", "striped", "zigzag", uneven, drawn)
 
 
 @pytest.mark.draw(6)

@@ -1,0 +1,91 @@
+"""Grids divided into blocks: the lengths of the blocks along every axis, and the ranks that hold them.  No MPI."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ArgumentError
+
+if TYPE_CHECKING:
+    Blocks = tuple[tuple[int, ...], ...]  # by axis, the lengths of the blocks along it
+
+
+def _whole_numbers(name: str, value: Any, least: int, what: str) -> tuple[int, ...]:
+    """A tuple of ints.  Raises ArgumentError unless the value is whole numbers, `least` or more, one or more of them.
+
+    what: what the numbers are.
+    """
+    several = isinstance(value, Iterable) and not isinstance(value, str | bytes)
+    numbers = tuple(value) if several else ()
+    if not numbers or any(isinstance(n, bool) or not isinstance(n, Integral) or n < least for n in numbers):
+        raise ArgumentError(f"{name} is {value!r}; it must be whole numbers, at least {least}: {what}")
+    return tuple(map(int, numbers))
+
+
+def _dims_and_order(cart: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """The dims of a Cartesian communicator or of a tuple; by rank, the number of its block in C order if it differs."""
+    if not hasattr(cart, "Get_topo"):
+        what = "the numbers of ranks along the axes, or a Cartesian communicator"
+        return _whole_numbers("cart", cart, 1, what), None
+    dims = tuple(cart.Get_topo()[0])
+    if not dims:
+        raise ArgumentError("cart is a communicator of no dims; it must have one or more")
+    order = tuple(_number(cart.Get_coords(rank), dims) for rank in range(cart.Get_size()))
+    return dims, None if order == tuple(range(len(order))) else order
+
+
+def _number(place: Sequence[int], dims: tuple[int, ...]) -> int:
+    """The number of a place of a grid in C order."""
+    number = 0
+    for i, parts in zip(place, dims):
+        number = number * parts + i
+    return number
+
+
+def of_grid(shape: Any, cart: Any, sizes: Any) -> tuple[Blocks, tuple[int, ...] | None]:
+    """What `Layout.grid` takes, checked: the lengths of the blocks, and the number of each rank's block or None.
+
+    Raises ArgumentError.
+    """
+    shape = _whole_numbers("shape", shape, 0, "the points along every axis")
+    dims, order = _dims_and_order(cart)
+    if len(dims) > len(shape):
+        raise ArgumentError(f"cart has {len(dims)} dims, {dims}; it may have at most those of shape, which is {shape}")
+    dims += (1,) * (len(shape) - len(dims))
+    if sizes is None:
+        sizes = (None,) * len(shape)
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str) or len(sizes) != len(shape):
+        raise ArgumentError(f"sizes is {sizes!r}; it must have the lengths of blocks, or None, of {len(shape)} axes")
+    blocks = []
+    for axis, (points, parts, of_axis) in enumerate(zip(shape, dims, sizes)):
+        if of_axis is None:
+            size, extra = divmod(points, parts)
+            blocks.append((size + 1,) * extra + (size,) * (parts - extra))
+            continue
+        name = f"sizes[{axis}]"
+        lengths = _whole_numbers(name, of_axis, 0, "the lengths of the blocks along the axis")
+        if len(lengths) != parts or sum(lengths) != points:
+            raise ArgumentError(
+                f"{name} is {lengths}, {len(lengths)} numbers whose sum is {sum(lengths)}; it must be {parts} numbers, "
+                f"one a block along axis {axis}, whose sum is {points}"
+            )
+        blocks.append(lengths)
+    return tuple(blocks), order
+
+
+def checked_blocks(sizes: Any, seqlen: int, chunks: int) -> Blocks:
+    """The lengths of blocks along every axis as tuples.  Raises ArgumentError."""
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not sizes:
+        raise ArgumentError(f"sizes is {sizes!r}; of a grid it must have the lengths of blocks along every axis")
+    what = "the lengths of the blocks along the axis"
+    blocks = tuple(_whole_numbers(f"sizes[{axis}]", of_axis, 0, what) for axis, of_axis in enumerate(sizes))
+    points, parts = math.prod(map(sum, blocks)), math.prod(map(len, blocks))
+    if (points, parts) != (seqlen, chunks):
+        raise ArgumentError(
+            f"layout is a grid of {' x '.join(str(sum(of_axis)) for of_axis in blocks)} points in {parts} blocks; it "
+            f"must have {seqlen} points in {chunks}"
+        )
+    return blocks
