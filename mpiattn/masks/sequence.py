@@ -311,4 +311,3 @@ def share_question(question: int, answers: Sequence[int]) -> ShareQuestion:
     """
     lengths = whole_numbers("answers", answers, 0, "[10, 10]")
     return ShareQuestion(whole_number("question", question, 0), lengths)
-

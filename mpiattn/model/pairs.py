@@ -11,7 +11,8 @@ import numpy as np
 from ..problem.closed_form import Ranges, block_pairs
 
 PIECE = 2**18  # queries counted at a time
-SAMPLED = 2**20  # intervals looked at with documents, or several a query
+SAMPLED = 2**20  # queries looked at with documents
+SAMPLED_INTERVALS = 2**18  # intervals looked at with several a query
 LOOKED_AT = 2**7  # queries that tell how many intervals a query has
 GOLDEN = 5**0.5 / 2 - 0.5  # irrational: samples at its multiples are never in step with stripes
 TABLE_PIECE = 2**14  # numbers of a table counted at a time
@@ -28,13 +29,14 @@ def _ranges(layout):
 def _by_query(mask, q_layout, k_layout):
     """The pairs of `block_pairs` of all chunks, of any mask and layouts: int64 (chunks, chunks).
 
-    Of more than SAMPLED queries with documents, or intervals of a mask with several a query, they are estimated from
-    so many, one query of each of as many equal parts of the sequence.
+    Of more than SAMPLED queries with documents, or SAMPLED_INTERVALS of a mask with several a query, they are estimated
+    from so many, one query of each of as many equal parts of the sequence.
     """
     lists = 1
     if mask.mask is not None:
         lists = len(mask.key_intervals(np.arange(mask.seqlen)[:: max(1, mask.seqlen // LOOKED_AT)])[0])
-    apart = max(1, -(-mask.seqlen * lists // SAMPLED)) if mask.cuts or lists > 1 else 1
+    apart = -(-mask.seqlen // SAMPLED) if mask.cuts else 1
+    apart = max(1, apart, -(-mask.seqlen * lists // SAMPLED_INTERVALS) if lists > 1 else 1)
     looked_at = -(-mask.seqlen // apart)
     total = np.zeros((q_layout.chunks, k_layout.chunks), np.int64)
     for start in range(0, looked_at, PIECE):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,14 +32,28 @@ if TYPE_CHECKING:
 DIRECTIONS = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
 # Layouts that "auto" may choose, simplest first: the earlier wins a tie.
 AUTO_LAYOUTS = ("contiguous", "zigzag", "striped")
+LOOKED_AT = 64  # queries of a part of the sequence, to see how many keys queries see there
+EVEN = 1.1  # most work of a part over the mean, up to which other layouts cannot pay
 
 
 def auto_kinds(mask: Mask, chunks: int) -> tuple[str, ...]:
     """The kinds of layout that "auto" considers.
 
-    Without a mask, or with one chunk, all balance equally well; then only the simplest.
+    Without a mask, with one chunk, or if consecutive chunks have as much work, all balance equally well; then only the
+    simplest.
     """
-    return AUTO_LAYOUTS[:1] if mask.full or chunks == 1 else AUTO_LAYOUTS
+    return AUTO_LAYOUTS[:1] if mask.full or chunks == 1 or _even(mask, chunks) else AUTO_LAYOUTS
+
+
+@lru_cache(256)
+def _even(mask: Mask, chunks: int) -> bool:
+    """Whether queries of a mask of several intervals see as many keys in all of so many parts of the sequence."""
+    if mask.mask is None:
+        return False
+    queries = np.unique(np.linspace(0, mask.seqlen - 1, LOOKED_AT * chunks).astype(np.int64))
+    lo, hi = mask.key_intervals(queries)
+    pairs = np.bincount(queries * chunks // mask.seqlen, (hi - lo).sum(axis=(0, 1)))
+    return bool(pairs.max() <= EVEN * pairs.mean())
 
 
 def pair_of(kinds: Sequence[str], problem: Problem, chunks: int) -> Pair:

@@ -85,26 +85,54 @@ class TokenSets:
     def _queries(self):
         """The `_Side` of the queries: cut wherever a query sees keys of other pieces than the query before it."""
         cuts, owners, before = _pieces(self._layouts[False])
-        k_cuts, k_owners = self._layouts[True].owners
-        piece_of = np.repeat(np.arange(len(k_owners)), np.diff(k_cuts))
+        _, k_owners = self._layouts[True].owners
         sides = [[np.zeros(0, np.int64)] * 5]
-        for start in range(0, self._mask.seqlen, PIECE):
-            queries = np.arange(start, min(start + PIECE, self._mask.seqlen))
-            lo, hi = (side[:, 0] for side in self._mask.key_intervals(queries))
-            some = lo < hi
-            first, last = (
-                np.where(some, piece_of[np.where(some, keys, 0)], empty) for keys, empty in ((lo, 1), (hi - 1, 0))
-            )
-            q_piece = cuts.searchsorted(queries, "right") - 1
-            changes = (first[:, 1:] != first[:, :-1]) | (last[:, 1:] != last[:, :-1])
-            begins = np.flatnonzero(np.concatenate([[True], changes.any(axis=0) | (q_piece[1:] != q_piece[:-1])]))
-            q_piece, shift = q_piece[begins], (before - cuts[:-1])[q_piece[begins]]
-            ends = np.append(begins[1:], len(queries))
-            pieces, which = _expanded(first[:, begins].ravel(), np.maximum(last + 1, first)[:, begins].ravel())
+        for begins, end in self._parts(cuts):
+            piece, seen = cuts.searchsorted(begins, "right") - 1, self._pieces_seen(begins)
+            change = np.concatenate([[True], piece[1:] != piece[:-1]])
+            change[1:] |= (seen[:, :, 1:] != seen[:, :, :-1]).any(axis=(0, 1))
+            begins, piece, seen = begins[change], piece[change], seen[:, :, change]
+            shift = (before - cuts[:-1])[piece]
+            pieces, which = _expanded(*(side.ravel() for side in seen))
             sets, users = _distinct(which % len(begins), k_owners[pieces], below=(len(begins), self._chunks))
             known = sum(len(side[0]) for side in sides)
-            sides.append([queries[begins] + shift, start + ends + shift, owners[q_piece], sets + known, users])
+            ends = np.append(begins[1:], end)
+            sides.append([begins + shift, ends + shift, owners[piece], sets + known, users])
         return _Side(*map(np.concatenate, zip(*sides)))
+
+    def _pieces_seen(self, queries):
+        """The pieces [first, stop) of the keys that queries see in every list: (2, lists, queries); 0 for none."""
+        lo, hi = (side[:, 0] for side in self._mask.key_intervals(queries))
+        some = lo < hi
+        return np.stack([self._piece_of[lo * some], self._piece_of[(hi - 1) * some] + 1]) * some
+
+    @cached_property
+    def _piece_of(self):
+        """The piece of the layout of keys that holds each key."""
+        cuts, owners = self._layouts[True].owners
+        return np.repeat(np.arange(len(owners)), np.diff(cuts))
+
+    def _parts(self, cuts):
+        """Queries where parts begin of which all see the same pieces, and where the last ends, some at a time.
+
+        cuts: where parts begin in any case.
+        """
+        pieces, seqlen = self._mask.pieces(), self._mask.seqlen
+        if pieces is None:
+            for start in range(0, seqlen, PIECE):
+                yield np.arange(start, min(start + PIECE, seqlen)), min(start + PIECE, seqlen)
+            return
+        ends = np.unique(np.concatenate([cuts, pieces]))
+        begins, ends, known = ends[:-1], ends[1:], []
+        while len(begins):  # of a part whose first and last query see the same, all do
+            seen = self._pieces_seen(np.stack([begins, ends - 1], axis=1).ravel())
+            alike = (seen[:, :, ::2] == seen[:, :, 1::2]).all(axis=(0, 1))
+            known.append(begins[alike])
+            begins, ends = begins[~alike], ends[~alike]
+            middle = (begins + ends) // 2
+            begins, ends = (np.stack(sides, axis=1).ravel() for sides in ((begins, middle), (middle, ends)))
+        if known:
+            yield np.sort(np.concatenate(known)), seqlen
 
     def _by_group(self, side, group_of):
         """Every set with every group that needs it, two arrays.  group_of: of every chunk; -1 for none."""

@@ -382,7 +382,9 @@ def _pairs(mask: Mask) -> int:
 def _full(mask: Mask) -> bool:
     """As `Mask.full`: if the first query and the last see every key, so do all between."""
     if mask.mask is not None:
-        return mask.pairs() == mask.seqlen * mask.seqlen_k
+        lo, hi = mask.key_intervals(_sample(0, mask.seqlen))
+        sampled = (hi - lo).sum(axis=0) == mask.seqlen_k
+        return bool(sampled.all()) and mask.pairs() == mask.seqlen * mask.seqlen_k
     lo, hi = mask.key_intervals(np.array([0, mask.seqlen - 1][: mask.seqlen], np.int64))
     return not lo.any() and bool((hi == mask.seqlen_k).all())
 

@@ -80,9 +80,7 @@ def bind(schedule: Schedule, rank: int, activity: Activity) -> tuple[BoundStep, 
         """The message with a peer, of a chunk; both are given in hops back from this rank.  None without tokens."""
         if not tokens:
             return None
-        return Message(
-            tile.in_group(kind, rank, peer), tile.in_group(kind, rank, chunk), tokens, as_one(tokens, route)
-        )
+        return Message(tile.in_group(kind, rank, peer), tile.in_group(kind, rank, chunk), tokens, as_one(tokens, route))
 
     def bound_hop(kind: str, hop: int, slot: int, collective: bool) -> BoundHop:
         leg = leg_of(kind, hop, tile.extent(kind), route, collective)
