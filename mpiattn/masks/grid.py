@@ -211,8 +211,8 @@ def neighborhood(
     Raises
     ------
     ArgumentError
-        If a value is none of these, if kernel_size * dilation exceeds an axis that is cyclic or whose edges are shifted,
-        or if an axis is causal and cyclic.
+        If a value is none of these, an axis is causal and cyclic, or kernel_size * dilation exceeds an axis that is cyclic
+        or whose edges are shifted.
 
     Examples
     --------

@@ -152,8 +152,8 @@ class Chunked(IntervalMask):
 def chunked(size: int) -> Chunked:
     """Every query sees the keys of the chunk that holds its diagonal: block-local attention.
 
-    Chunks hold `size` keys each, the first begins with key 0, the last may be shorter.  With `& masks.causal()`, chunked
-    causal attention.  chunked(2) of four tokens:
+    Chunks hold `size` keys each, the first begins with key 0, the last may be shorter.  With `& masks.causal()` it is
+    chunked causal attention.  chunked(2) of four tokens:
 
         1 1 0 0
         1 1 0 0
@@ -243,7 +243,7 @@ def blocks(size: int, pairs: Any) -> Blocks:
     blocks 64 0:0,1:1,1:2
     """
     size = whole_number("size", size, 1)
-    if getattr(pairs, "ndim", 0) == 2 and getattr(pairs, "dtype", None) == bool:
+    if getattr(pairs, "ndim", 0) == 2 and getattr(pairs, "dtype", None) in (bool, np.bool_):
         pairs = np.argwhere(np.asarray(pairs))
     try:
         array = np.asarray(pairs)
@@ -253,8 +253,8 @@ def blocks(size: int, pairs: Any) -> Blocks:
         right = False
     if not right:
         raise ArgumentError(
-            f"pairs is {pairs!r}; it must be a list of (block of queries, block of keys), whole numbers of at least 0, or "
-            "a matrix of bool"
+            f"pairs is {pairs!r}; it must be a list of (block of queries, block of keys), counted from 0, or a matrix "
+            "of bool"
         )
     array = np.unique(array.reshape(-1, 2).astype(np.int64), axis=0)
     return Blocks(size, len(array), digest(array), tuple(map(tuple, array.tolist())))
@@ -311,4 +311,3 @@ def share_question(question: int, answers: Sequence[int]) -> ShareQuestion:
     """
     lengths = whole_numbers("answers", answers, 0, "[10, 10]")
     return ShareQuestion(whole_number("question", question, 0), lengths)
-
