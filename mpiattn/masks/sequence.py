@@ -203,7 +203,7 @@ class Blocks(IntervalMask):
         begins = np.ones(len(q), bool)
         begins[1:] = (np.diff(q) != 0) | (np.diff(k) != 1)
         first = np.flatnonzero(begins)
-        last = np.append(first[1:], len(q)) - 1
+        last = np.append(first[1:], len(q))[: len(first)] - 1
         number = np.arange(len(first)) - np.searchsorted(q[first], q[first])  # of a run, among those of its query block
         begin, end = np.zeros((2, number.max(initial=-1) + 1, q.max(initial=-1) + 1), np.int64)
         begin[number, q[first]], end[number, q[first]] = k[first], k[last] + 1

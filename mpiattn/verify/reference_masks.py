@@ -9,14 +9,16 @@ import numpy as np
 
 ROUNDING = 1e-9  # radians by which a point of a sphere may be too far away
 FAR = 2**62
+LINE_PAIRS = 2**20  # of lines compared at a time
 
 
 def shown(mask, positions, keys, seqlen, seqlen_k):
     """Which of the keys at positions `keys` the queries at `positions` see: bool (queries, keys).
 
-    mask: any of `mpiattn.masks`.  seqlen, seqlen_k: numbers of queries and keys of the whole sequence.
+    mask: any of `mpiattn.masks`; one that somebody else wrote has no definition but its intervals.
+    seqlen, seqlen_k: numbers of queries and keys of the whole sequence.
     """
-    rule = RULES[type(mask).__name__]
+    rule = RULES.get(type(mask).__name__, _intervals)
     return rule(mask, np.asarray(positions), np.asarray(keys), seqlen, seqlen_k)
 
 
@@ -33,6 +35,14 @@ def span(mask, positions, seqlen, seqlen_k):
     return np.maximum(begin, 0), np.minimum(end, seqlen_k)
 
 
+def _intervals(mask, positions, keys, seqlen, seqlen_k):
+    order = np.argsort(positions, kind="stable")
+    visible = np.zeros((len(positions), len(keys)), bool)
+    for begin, end in zip(*mask.intervals(positions[order], seqlen, seqlen_k)):
+        visible[order] |= (begin[:, None] <= keys) & (keys < end[:, None])
+    return visible
+
+
 def _both(mask, *asked):
     return shown(mask.a, *asked) & shown(mask.b, *asked)
 
@@ -42,26 +52,26 @@ def _either(mask, *asked):
 
 
 def _along(axis, x, y):
-    """Whether coordinate x sees y on an axis: bool (len(x), len(y))."""
+    """Whether coordinates x see y on an axis: bool (len(x), len(y))."""
+    (x, x_at), (y, y_at) = (np.unique(side, return_inverse=True) for side in (x, y))
     size, kernel, step, causal, cyclic, edge = axis
-    table = np.zeros((size, size), bool)
-    for query in range(size):
-        if causal:
-            seen = [query - i * step for i in range(kernel)]
-        elif cyclic:
-            seen = [(query + (i - kernel // 2) * step) % size for i in range(kernel)]
-        elif edge == "clipped":
-            seen = [query + (i - kernel // 2) * step for i in range(kernel)]
-        else:  # the window is moved among the coordinates that are so many steps away
-            alike = [other for other in range(size) if (other - query) % step == 0]
-            start = alike.index(query) - kernel // 2
-            while start < 0:
-                start += 1
-            while start + kernel > len(alike):
-                start -= 1
-            seen = alike[start : start + kernel]
-        table[query, [key for key in seen if 0 <= key < size]] = True
-    return table[np.ix_(x, y)]
+    x, before = x[:, None], kernel // 2
+    after = kernel - 1 - before
+    if causal:
+        seen = (y <= x) & (x - y < kernel * step)
+    elif cyclic:
+        seen = (y - x + before * step) % size < kernel * step
+    elif edge == "clipped":
+        seen = (x - y <= before * step) & (y - x <= after * step)
+    else:  # NATTEN's: the middle of the window moves inside, among the coordinates that are whole steps away
+        last = (size - 1 - x % step) // step
+        middle = np.clip(x // step, before, np.maximum(last - after, before))
+        seen = (middle - y // step <= before) & (y // step - middle <= after)
+    if cyclic:
+        seen &= (y - x + before * step) % size % step == 0
+    else:
+        seen &= (y - x) % step == 0
+    return seen[x_at][:, y_at]
 
 
 def _neighborhood(mask, positions, keys, seqlen, seqlen_k):
@@ -75,13 +85,17 @@ def _neighborhood(mask, positions, keys, seqlen, seqlen_k):
 
 
 def _lines(mask, positions, seqlen, seqlen_k):
-    """Of the first axis alone."""
+    """Of the first axis alone, a few coordinates at a time."""
     unit, size = math.prod(mask.shape[1:]), mask.shape[0]
     axis = size, mask.kernel_size[0], mask.dilation[0], mask.causal[0], mask.cyclic[0], mask.edge
-    table = _along(axis, np.arange(size), np.arange(size))
-    first, last = table.argmax(axis=1), size - table[:, ::-1].argmax(axis=1)
-    line = positions // unit
-    return first[line] * unit, last[line] * unit
+    lines, at = np.unique(positions // unit, return_inverse=True)
+    begin, end = np.zeros((2, len(lines)), np.int64)
+    some = max(1, LINE_PAIRS // size)
+    for start in range(0, len(lines), some):
+        rows = slice(start, start + some)
+        seen = _along(axis, lines[rows], np.arange(size))
+        begin[rows], end[rows] = seen.argmax(axis=1), size - seen[:, ::-1].argmax(axis=1)
+    return begin[at] * unit, end[at] * unit
 
 
 def _sphere(mask, positions, keys, seqlen, seqlen_k):
