@@ -68,7 +68,7 @@ class Sphere(IntervalMask):
         with np.errstate(divide="ignore"):
             part = left / (np.cos(latitude[other]) * np.cos(latitude)).clip(1e-30)
         half = np.arcsin(np.sqrt(part.clip(0, 1))) / pi
-        half = np.where(part >= 1, 1.0, half)
+        half = np.where((part >= 1) | (self.radius + ROUNDING >= pi), 1.0, half)
         return steps, np.where(inside & (left >= 0), half, -1.0)
 
     def intervals(self, queries: IntArray, seqlen: int, seqlen_k: int) -> Intervals:
