@@ -72,7 +72,7 @@ def window(left: int | None = None, right: int | None = None) -> Window:
 
     Examples
     --------
-    The first four tokens see all and are seen by all, besides a causal window of 128:
+    The first four tokens see all and are seen by all; the others see the 128 before them too:
 
     >>> from mpiattn import masks
     >>> print(masks.global_tokens(4) | masks.window(128, 0))
@@ -110,7 +110,7 @@ class Global(IntervalMask):
 def global_tokens(n: int) -> Global:
     """The first n tokens see all, and are seen by all; the others see nothing else.
 
-    For use with another mask: `masks.global_tokens(1) | masks.window(2, 2)`.  global_tokens(1) of four tokens:
+    For use with another mask, by `|`.  global_tokens(1) of four tokens:
 
         1 1 1 1
         1 0 0 0
@@ -126,6 +126,14 @@ def global_tokens(n: int) -> Global:
     ------
     ArgumentError
         If n is not such a number.
+
+    Examples
+    --------
+    A class token before the patches of an image, which see their neighbours:
+
+    >>> from mpiattn import masks
+    >>> print(masks.global_tokens(1) | masks.window(2, 2))
+    global 1 | window 2,2
     """
     return Global(whole_number("n", n, 0))
 
@@ -152,8 +160,7 @@ class Chunked(IntervalMask):
 def chunked(size: int) -> Chunked:
     """Every query sees the keys of the chunk that holds its diagonal: block-local attention.
 
-    Chunks hold `size` keys each, the first begins with key 0, the last may be shorter.  With `& masks.causal()` it is
-    chunked causal attention.  chunked(2) of four tokens:
+    Chunks hold `size` keys each, the first begins with key 0, the last may be shorter.  chunked(2) of four tokens:
 
         1 1 0 0
         1 1 0 0
@@ -169,6 +176,12 @@ def chunked(size: int) -> Chunked:
     ------
     ArgumentError
         If size is not such a number.
+
+    Examples
+    --------
+    >>> from mpiattn import masks
+    >>> print(masks.chunked(8192) & masks.causal())
+    chunked 8192 & causal
     """
     return Chunked(whole_number("size", size, 1))
 
@@ -308,6 +321,12 @@ def share_question(question: int, answers: Sequence[int]) -> ShareQuestion:
     ------
     ArgumentError
         If these are not whole numbers of at least 0.
+
+    Examples
+    --------
+    >>> from mpiattn import masks
+    >>> print(masks.share_question(2048, [512, 256]))
+    share-question 2048,512,256
     """
     lengths = whole_numbers("answers", answers, 0, "[10, 10]")
     return ShareQuestion(whole_number("question", question, 0), lengths)

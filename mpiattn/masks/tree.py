@@ -94,6 +94,12 @@ def tree(parents: Sequence[int]) -> Tree:
     ------
     ArgumentError
         If a parent is no such number, or not before its child.
+
+    Examples
+    --------
+    >>> from mpiattn import masks
+    >>> print(masks.tree([-1, 0, 0, -1]))
+    tree -1,0,0,-1
     """
     numbers = whole_numbers("parents", parents, -1, "[-1, 0, 0, 1]")
     for token, parent in enumerate(numbers):
