@@ -14,6 +14,18 @@ WITH_EXAMPLE = (
     "tree_decode",
     "ring_decode",
     "query_ring_decode",
+    "masks.blocks",
+    "masks.chunked",
+    "masks.function",
+    "masks.global_tokens",
+    "masks.intervals",
+    "masks.neighborhood",
+    "masks.parse",
+    "masks.ranges",
+    "masks.share_question",
+    "masks.sphere",
+    "masks.tree",
+    "masks.window",
 )
 CODE = f"""
 import doctest, inspect, mpiattn, operator

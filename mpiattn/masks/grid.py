@@ -116,6 +116,7 @@ class Neighborhood(IntervalMask):
         """The axes that matter, and the keys of a coordinate of the last: the axes after it are seen whole."""
         sides = zip(self.shape, self.kernel_size, self.dilation, self.causal, self.cyclic)
         axes, unit = [Axis(*side, self.edge == "shifted") for side in sides], 1
+        axes = [Axis(axis.size, axis.size, 1, False, False, True) if axis.whole else axis for axis in axes]
         while len(axes) > 1 and axes[-1].whole:
             unit *= axes.pop().size
         return axes, unit
@@ -211,8 +212,8 @@ def neighborhood(
     Raises
     ------
     ArgumentError
-        If a value is none of these, if kernel_size * dilation exceeds an axis that is cyclic or whose edges are shifted,
-        or if an axis is causal and cyclic.
+        If a value is none of these, an axis is causal and cyclic, or kernel_size * dilation exceeds an axis that is
+        cyclic or whose edges are shifted.
 
     Examples
     --------

@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 
 
 def of_cyclic_rows(first: IntArray, length: IntArray, begin: IntArray, end: IntArray) -> Intervals:
-    """The columns [begin, end) of rows that are cyclic, as intervals of keys; all arrays (lists, queries) or (queries,).
+    """The columns [begin, end) of rows that are cyclic, as intervals of keys; arrays (lists, queries).
 
     first, length: the first key of the row that a list has for a query, and the keys in it; length 0: no row.
     begin, end: columns, at most as many as the row has; some may be before the row or after its end, where it wraps.
+        One row of queries (queries,) stands for all lists.
 
-    Columns before the row are the last ones of the same row.  In memory the next row follows on these, and is in the
-    next list.  Where the two touch they become one interval of the next list: with a row for each latitude, a query near
-    the row's edge has no more intervals than any other, save one.  So it is at the other edge.
+    Columns before the row are the last ones of the same row.  In memory the next row follows on these, and is mostly in
+    the next list.  Where the two touch they become one interval, of that list; columns after the row likewise.  So a
+    query near the end of its row has only one interval more than one in the middle.
 
     Returns three times as many lists: the rows, and what is left of the columns before and after them, mostly nothing.
     """

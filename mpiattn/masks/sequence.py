@@ -72,7 +72,7 @@ def window(left: int | None = None, right: int | None = None) -> Window:
 
     Examples
     --------
-    The first four tokens see all and are seen by all, besides a causal window of 128:
+    The first four tokens see all and are seen by all; the others see the 128 before them too:
 
     >>> from mpiattn import masks
     >>> print(masks.global_tokens(4) | masks.window(128, 0))
@@ -110,7 +110,7 @@ class Global(IntervalMask):
 def global_tokens(n: int) -> Global:
     """The first n tokens see all, and are seen by all; the others see nothing else.
 
-    For use with another mask: `masks.global_tokens(1) | masks.window(2, 2)`.  global_tokens(1) of four tokens:
+    For use with another mask, by `|`.  global_tokens(1) of four tokens:
 
         1 1 1 1
         1 0 0 0
@@ -126,6 +126,14 @@ def global_tokens(n: int) -> Global:
     ------
     ArgumentError
         If n is not such a number.
+
+    Examples
+    --------
+    A class token before the patches of an image, which see their neighbours:
+
+    >>> from mpiattn import masks
+    >>> print(masks.global_tokens(1) | masks.window(2, 2))
+    global 1 | window 2,2
     """
     return Global(whole_number("n", n, 0))
 
@@ -152,8 +160,7 @@ class Chunked(IntervalMask):
 def chunked(size: int) -> Chunked:
     """Every query sees the keys of the chunk that holds its diagonal: block-local attention.
 
-    Chunks hold `size` keys each, the first begins with key 0, the last may be shorter.  With `& masks.causal()`, chunked
-    causal attention.  chunked(2) of four tokens:
+    Chunks hold `size` keys each, the first begins with key 0, the last may be shorter.  chunked(2) of four tokens:
 
         1 1 0 0
         1 1 0 0
@@ -169,6 +176,12 @@ def chunked(size: int) -> Chunked:
     ------
     ArgumentError
         If size is not such a number.
+
+    Examples
+    --------
+    >>> from mpiattn import masks
+    >>> print(masks.chunked(8192) & masks.causal())
+    chunked 8192 & causal
     """
     return Chunked(whole_number("size", size, 1))
 
@@ -203,7 +216,7 @@ class Blocks(IntervalMask):
         begins = np.ones(len(q), bool)
         begins[1:] = (np.diff(q) != 0) | (np.diff(k) != 1)
         first = np.flatnonzero(begins)
-        last = np.append(first[1:], len(q)) - 1
+        last = np.append(first[1:], len(q))[: len(first)] - 1
         number = np.arange(len(first)) - np.searchsorted(q[first], q[first])  # of a run, among those of its query block
         begin, end = np.zeros((2, number.max(initial=-1) + 1, q.max(initial=-1) + 1), np.int64)
         begin[number, q[first]], end[number, q[first]] = k[first], k[last] + 1
@@ -243,7 +256,7 @@ def blocks(size: int, pairs: Any) -> Blocks:
     blocks 64 0:0,1:1,1:2
     """
     size = whole_number("size", size, 1)
-    if getattr(pairs, "ndim", 0) == 2 and getattr(pairs, "dtype", None) == bool:
+    if getattr(pairs, "ndim", 0) == 2 and getattr(pairs, "dtype", None) in (bool, np.bool_):
         pairs = np.argwhere(np.asarray(pairs))
     try:
         array = np.asarray(pairs)
@@ -253,8 +266,8 @@ def blocks(size: int, pairs: Any) -> Blocks:
         right = False
     if not right:
         raise ArgumentError(
-            f"pairs is {pairs!r}; it must be a list of (block of queries, block of keys), whole numbers of at least 0, or "
-            "a matrix of bool"
+            f"pairs is {pairs!r}; it must be a list of (block of queries, block of keys), counted from 0, or a matrix "
+            "of bool"
         )
     array = np.unique(array.reshape(-1, 2).astype(np.int64), axis=0)
     return Blocks(size, len(array), digest(array), tuple(map(tuple, array.tolist())))
@@ -308,6 +321,12 @@ def share_question(question: int, answers: Sequence[int]) -> ShareQuestion:
     ------
     ArgumentError
         If these are not whole numbers of at least 0.
+
+    Examples
+    --------
+    >>> from mpiattn import masks
+    >>> print(masks.share_question(2048, [512, 256]))
+    share-question 2048,512,256
     """
     lengths = whole_numbers("answers", answers, 0, "[10, 10]")
     return ShareQuestion(whole_number("question", question, 0), lengths)

@@ -21,7 +21,7 @@ def digest(*arrays: Any) -> str:
     for array in arrays:
         values = np.ascontiguousarray(array)
         total.update(f"{values.shape}{values.dtype}".encode())
-        total.update(values)
+        total.update(values.tobytes())
     return total.hexdigest()[:24]
 
 
@@ -46,10 +46,12 @@ def by_axis(name: str, value: Any, axes: int, check: Callable[[str, Any], Any]) 
 
 
 def at_least(least: int) -> Callable[[str, Any], int]:
+    """A check that a value is a whole number, for `by_axis`."""
     return lambda name, value: whole_number(name, value, least)
 
 
 def truths(name: str, value: Any, axes: int) -> tuple[bool, ...]:
+    """True or False for each axis."""
     return by_axis(name, value, axes, truth)
 
 

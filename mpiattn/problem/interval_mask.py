@@ -115,8 +115,8 @@ def without_empty(begin: IntArray, end: IntArray) -> Intervals:
 def disjoint(begin: IntArray, end: IntArray) -> Intervals:
     """Lists that show the same keys, each key once.  A list stays what it is as far as it can.
 
-    Of intervals that touch or overlap, that which begins first takes in the others.  So neighbouring queries, which have
-    neighbouring intervals in a list before, mostly have after.
+    Of intervals that touch or overlap, that which begins first takes in the others.  So a list in which neighbouring
+    queries have neighbouring intervals mostly stays so.
     """
     if len(begin) < 2:
         return without_empty(begin, end)

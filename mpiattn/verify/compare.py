@@ -164,9 +164,9 @@ class Source:
 
     def empty(self, positions):
         """How many of the batch's queries at some positions are padding, and how many others see no key: an array."""
-        begin, end = reference.bounds(positions, self.problem.batch, **self.masks)
+        none = reference.blind(positions, self.problem.batch, **self.masks)
         padding = reference.padding(positions, self.problem.batch, self.masks.get("cu_seqlens"))
-        return np.array([padding, (begin >= end).sum() - padding])
+        return np.array([padding, none.sum() - padding])
 
     def rows(self, name, positions):
         """A tensor's tokens at increasing positions."""

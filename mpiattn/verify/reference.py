@@ -1,11 +1,14 @@
 """The reference: dense attention in float64 by its definition, a block of rows at a time.
 
-It shares no code with masks and back ends, and never has more than one block of scores in memory.
+It shares no code with masks and back ends, and never has more than one block of scores in memory.  Masks of several
+intervals are those of `reference_masks`.
 """
 
 from typing import NamedTuple
 
 import numpy as np
+
+from .reference_masks import shown, span
 
 BLOCK_PAIRS = 2**17  # scores in memory at a time, 1 MB
 BLOCK_ROWS = 64  # of a block, where each sees few keys
@@ -48,11 +51,13 @@ def _rows(
     )
 
 
-def visible_keys(positions, keys, lengths, causal=False, window=(None, None), causal_block=None, **documents):
+def visible_keys(
+    positions, keys, lengths, causal=False, window=(None, None), causal_block=None, mask=None, **documents
+):
     """Which of the keys at positions `keys` the queries at `positions` see: bool (queries, keys).
 
     lengths: (seqlen, seqlen_k).  causal_block: causal queries see up to the end of their block of this many keys of the
-    document.
+    document.  mask: of `mpiattn.masks`; it hides pairs besides.
     documents: cu_seqlens, cu_seqlens_k: where documents of queries and of keys begin and end; by default the sequence
     is one document.  Tokens in no document see nothing and are not seen.  prefix: causal queries also see this many
     keys at the beginning of their document.  prefixes, causal_documents: one value per document, instead of prefix and
@@ -68,6 +73,8 @@ def visible_keys(positions, keys, lengths, causal=False, window=(None, None), ca
         visible &= keys - diagonal >= -left
     if right is not None:
         visible &= keys - diagonal <= right
+    if mask is not None:
+        visible &= shown(mask, positions, keys, *lengths)
     return visible
 
 
@@ -85,15 +92,35 @@ def _bounds(rows, window, block):
     return begin, np.maximum(begin, end)
 
 
-def bounds(positions, batch, lengths, causal=False, window=(None, None), causal_block=None, **documents):
+def bounds(positions, batch, lengths, causal=False, window=(None, None), causal_block=None, mask=None, **documents):
     """Keys (begin, end) of every query: it sees none before `begin`, nor any from `end` on; int64 (2, batch, queries).
 
     Arguments as for `attention`.
     """
-    return np.stack(
+    limits = np.stack(
         [_bounds(_of_entry(positions, lengths, causal, documents, b), window, causal_block or 1) for b in range(batch)],
         axis=1,
     )
+    if mask is not None:
+        begin, end = span(mask, positions, *lengths)
+        np.maximum(limits[0], begin, out=limits[0])
+        np.maximum(np.minimum(limits[1], end), limits[0], out=limits[1])
+    return limits
+
+
+def blind(positions, batch, lengths, mask=None, **masks):
+    """Which queries see no key: bool (batch, queries).  Arguments as for `attention`."""
+    begin, end = bounds(positions, batch, lengths, mask=mask, **masks)
+    none = begin >= end
+    for b in range(batch if mask is not None else 0):
+        start = 0
+        while start < len(positions):
+            rows, seen = _block(start, begin[b], end[b])
+            keys = np.arange(seen.start, seen.stop)
+            inside = (begin[b, rows, None] <= keys) & (keys < end[b, rows, None])
+            none[b, rows] = ~(inside & shown(mask, positions[rows], keys, *lengths)).any(axis=1)
+            start = rows.stop
+    return none
 
 
 def padding(positions, batch, cu_seqlens=None):
@@ -113,7 +140,7 @@ def _of_entry(positions, lengths, causal, documents, b):
     return _rows(positions, lengths, causal, **of_entry)
 
 
-def _blocks(q, k, scale=None, softcap=None, positions=None, keys=None, lengths=None, **masks):
+def _blocks(q, k, scale=None, softcap=None, positions=None, keys=None, lengths=None, mask=None, **masks):
     """For every batch entry, head and block of rows that sees any key, yields
     (b, rows, h, kv head, slice of the keys, scores, hidden, derivative of the softcap or None).
 
@@ -125,7 +152,7 @@ def _blocks(q, k, scale=None, softcap=None, positions=None, keys=None, lengths=N
     lengths = (queries, k.shape[1]) if lengths is None else lengths
     scale = dim**-0.5 if scale is None else scale
 
-    for b, of_entry in enumerate(bounds(positions, batch, lengths, **masks).swapaxes(0, 1)):
+    for b, of_entry in enumerate(bounds(positions, batch, lengths, mask=mask, **masks).swapaxes(0, 1)):
         begin, end = (np.searchsorted(keys, side) for side in of_entry)
         start = 0
         while start < queries:
@@ -133,6 +160,8 @@ def _blocks(q, k, scale=None, softcap=None, positions=None, keys=None, lengths=N
             start = rows.stop
             numbers = np.arange(seen.start, seen.stop)
             hidden = (numbers < begin[rows, None]) | (numbers >= end[rows, None])
+            if mask is not None:
+                hidden |= ~shown(mask, positions[rows], keys[seen], *lengths)
             for h in range(heads if len(numbers) else 0):
                 kv, slope = h // (heads // k.shape[2]), None
                 score = (q[b, rows, h].astype(np.float64) * scale) @ k[b, seen, kv].astype(np.float64).T

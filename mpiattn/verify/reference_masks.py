@@ -1,0 +1,250 @@
+"""Which keys a mask of `mpiattn.masks` shows, pair by pair: each by its definition, without intervals.
+
+It reads only what a mask is made of, its public fields, and shares no code with masks.
+"""
+
+import math
+
+import numpy as np
+
+ROUNDING = 1e-9  # radians by which a point of a sphere may be too far away
+FAR = 2**62
+LINE_PAIRS = 2**20  # of lines compared at a time
+
+
+def shown(mask, positions, keys, seqlen, seqlen_k):
+    """Which of the keys at positions `keys` the queries at `positions` see: bool (queries, keys).
+
+    mask: any of `mpiattn.masks`; one that somebody else wrote has no definition but its intervals.
+    seqlen, seqlen_k: numbers of queries and keys of the whole sequence.
+    """
+    rule = RULES.get(type(mask).__name__, _intervals)
+    return rule(mask, np.asarray(positions), np.asarray(keys), seqlen, seqlen_k)
+
+
+def span(mask, positions, seqlen, seqlen_k):
+    """Keys (begin, end), an int64 array each: a query sees none before `begin`, nor any from `end` on.
+
+    It sees mostly not all between; a rule that has no quick bounds says all keys.
+    """
+    positions = np.asarray(positions, np.int64)
+    bounds = SPANS.get(type(mask).__name__)
+    if bounds is None:
+        return np.zeros_like(positions), np.full_like(positions, seqlen_k)
+    begin, end = bounds(mask, positions, seqlen, seqlen_k)
+    return np.maximum(begin, 0), np.minimum(end, seqlen_k)
+
+
+def _intervals(mask, positions, keys, seqlen, seqlen_k):
+    order = np.argsort(positions, kind="stable")
+    visible = np.zeros((len(positions), len(keys)), bool)
+    for begin, end in zip(*mask.intervals(positions[order], seqlen, seqlen_k)):
+        visible[order] |= (begin[:, None] <= keys) & (keys < end[:, None])
+    return visible
+
+
+def _both(mask, *asked):
+    return shown(mask.a, *asked) & shown(mask.b, *asked)
+
+
+def _either(mask, *asked):
+    return shown(mask.a, *asked) | shown(mask.b, *asked)
+
+
+def _along(axis, x, y):
+    """Whether coordinates x see y on an axis: bool (len(x), len(y))."""
+    (x, x_at), (y, y_at) = (np.unique(side, return_inverse=True) for side in (x, y))
+    size, kernel, step, causal, cyclic, edge = axis
+    x, before = x[:, None], kernel // 2
+    after = kernel - 1 - before
+    if causal:
+        seen = (y <= x) & (x - y < kernel * step)
+    elif cyclic:
+        seen = (y - x + before * step) % size < kernel * step
+    elif edge == "clipped":
+        seen = (x - y <= before * step) & (y - x <= after * step)
+    else:  # NATTEN's: the middle of the window moves inside, among the coordinates that are whole steps away
+        last = (size - 1 - x % step) // step
+        middle = np.clip(x // step, before, np.maximum(last - after, before))
+        seen = (middle - y // step <= before) & (y // step - middle <= after)
+    if cyclic:
+        seen &= (y - x + before * step) % size % step == 0
+    else:
+        seen &= (y - x) % step == 0
+    return seen[x_at][:, y_at]
+
+
+def _neighborhood(mask, positions, keys, seqlen, seqlen_k):
+    visible = np.ones((len(positions), len(keys)), bool)
+    axes = zip(mask.shape, mask.kernel_size, mask.dilation, mask.causal, mask.cyclic)
+    for number, axis in enumerate(axes):
+        unit = math.prod(mask.shape[number + 1 :])
+        x, y = (tokens // unit % mask.shape[number] for tokens in (positions, keys))
+        visible &= _along((*axis, mask.edge), x, y)
+    return visible
+
+
+def _lines(mask, positions, seqlen, seqlen_k):
+    """Of the first axis alone, a few coordinates at a time."""
+    unit, size = math.prod(mask.shape[1:]), mask.shape[0]
+    axis = size, mask.kernel_size[0], mask.dilation[0], mask.causal[0], mask.cyclic[0], mask.edge
+    lines, at = np.unique(positions // unit, return_inverse=True)
+    begin, end = np.zeros((2, len(lines)), np.int64)
+    some = max(1, LINE_PAIRS // size)
+    for start in range(0, len(lines), some):
+        rows = slice(start, start + some)
+        seen = _along(axis, lines[rows], np.arange(size))
+        begin[rows], end[rows] = seen.argmax(axis=1), size - seen[:, ::-1].argmax(axis=1)
+    return begin[at] * unit, end[at] * unit
+
+
+def _sphere(mask, positions, keys, seqlen, seqlen_k):
+    """By the angle between the directions of two points from the middle of the sphere."""
+    x, y = (_direction(mask, tokens) for tokens in (positions, keys))
+    along = x @ y.T
+    across = np.sqrt(sum((np.outer(x[:, i], y[:, j]) - np.outer(x[:, j], y[:, i])) ** 2 for i, j in _PLANES))
+    return np.arctan2(across, along) <= mask.radius + ROUNDING
+
+
+_PLANES = (0, 1), (1, 2), (2, 0)
+
+
+def _direction(mask, tokens):
+    row, column = _row_and_column(mask, tokens)
+    latitude, turn = np.array(mask.latitudes)[row], 2 * np.pi * column / np.array(mask.row_lengths)[row]
+    return np.stack([np.cos(latitude) * np.cos(turn), np.cos(latitude) * np.sin(turn), np.sin(latitude)], axis=1)
+
+
+def _row_and_column(mask, tokens):
+    first = np.concatenate([[0], np.cumsum(mask.row_lengths)])
+    row = np.searchsorted(first, tokens, side="right") - 1
+    return row, tokens - first[row]
+
+
+def _latitudes(mask, positions, seqlen, seqlen_k):
+    """Rows that are no further away in latitude alone."""
+    first, latitude = np.concatenate([[0], np.cumsum(mask.row_lengths)]), np.array(mask.latitudes)
+    begin, end = [], []
+    for own in latitude:
+        near = np.flatnonzero(np.abs(latitude - own) <= mask.radius + 2 * ROUNDING)
+        begin.append(first[near[0]])
+        end.append(first[near[-1] + 1])
+    row, _ = _row_and_column(mask, positions)
+    return np.array(begin)[row], np.array(end)[row]
+
+
+def _diagonal(positions, seqlen, seqlen_k):
+    return positions[:, None] + (seqlen_k - seqlen)
+
+
+def _window(mask, positions, keys, seqlen, seqlen_k):
+    distance = keys - _diagonal(positions, seqlen, seqlen_k)
+    left, right = (FAR if side is None else side for side in (mask.left, mask.right))
+    return (distance >= -left) & (distance <= right)
+
+
+def _around(mask, positions, seqlen, seqlen_k):
+    left, right = (seqlen + seqlen_k if side is None else side for side in (mask.left, mask.right))
+    diagonal = positions + (seqlen_k - seqlen)
+    return diagonal - left, diagonal + right + 1
+
+
+def _global(mask, positions, keys, seqlen, seqlen_k):
+    return (positions[:, None] < mask.tokens) | (keys < mask.tokens)
+
+
+def _chunked(mask, positions, keys, seqlen, seqlen_k):
+    return keys // mask.size == _diagonal(positions, seqlen, seqlen_k) // mask.size
+
+
+def _chunk(mask, positions, seqlen, seqlen_k):
+    diagonal = positions + (seqlen_k - seqlen)
+    return diagonal - mask.size + 1, diagonal + mask.size
+
+
+def _blocks(mask, positions, keys, seqlen, seqlen_k):
+    visible = np.zeros((len(positions), len(keys)), bool)
+    for block, block_k in mask.pairs:
+        visible |= (positions // mask.size == block)[:, None] & (keys // mask.size == block_k)
+    return visible
+
+
+def _ranges(mask, positions, keys, seqlen, seqlen_k):
+    visible = np.zeros((len(positions), len(keys)), bool)
+    i = positions[:, None]
+    for q0, q1, k0, k1, kind in mask.entries:
+        inside = (q0 <= i) & (i < q1) & (k0 <= keys) & (keys < k1)
+        if kind in ("causal", "bidirectional_causal"):  # the last query and the last key are on the diagonal
+            inside &= k1 - keys >= q1 - i
+        if kind in ("inverse_causal", "bidirectional_causal"):  # the first ones are
+            inside &= keys - k0 >= i - q0
+        visible |= inside
+    return visible
+
+
+def _tree(mask, positions, keys, seqlen, seqlen_k):
+    drafted = len(mask.parents)
+    context, context_k = seqlen - drafted, seqlen_k - drafted
+    visible = (keys < context_k) & (keys <= _diagonal(positions, seqlen, seqlen_k))
+    for row, position in enumerate(positions):
+        draft = position - context
+        while draft >= 0:
+            visible[row] |= keys == context_k + draft
+            draft = mask.parents[draft]
+    return visible
+
+
+def _share_question(mask, positions, keys, seqlen, seqlen_k):
+    part = np.repeat(np.arange(len(mask.answers) + 1), (mask.question, *mask.answers))
+    of_query, of_key = part[positions][:, None], part[keys]
+    return (keys <= positions[:, None]) & ((of_key == of_query) | (of_key == 0))
+
+
+def _given(mask, positions, keys, seqlen, seqlen_k):
+    begin, end = mask.begin[:, positions, None], mask.end[:, positions, None]
+    return ((begin <= keys) & (keys < end)).any(axis=0)
+
+
+def _given_span(mask, positions, seqlen, seqlen_k):
+    begin, end = mask.begin[:, positions], mask.end[:, positions]
+    return np.where(begin < end, begin, seqlen_k).min(axis=0, initial=seqlen_k), end.max(axis=0, initial=0)
+
+
+def _inner(mask, *asked):
+    (begin, end), (begin_b, end_b) = span(mask.a, *asked), span(mask.b, *asked)
+    return np.maximum(begin, begin_b), np.minimum(end, end_b)
+
+
+def _outer(mask, *asked):
+    (begin, end), (begin_b, end_b) = span(mask.a, *asked), span(mask.b, *asked)
+    return np.minimum(begin, begin_b), np.maximum(end, end_b)
+
+
+def _before(mask, positions, seqlen, seqlen_k):
+    return np.zeros_like(positions), positions + 1
+
+
+RULES = {
+    "Both": _both,
+    "Either": _either,
+    "Neighborhood": _neighborhood,
+    "Sphere": _sphere,
+    "Window": _window,
+    "Global": _global,
+    "Chunked": _chunked,
+    "Blocks": _blocks,
+    "Ranges": _ranges,
+    "Tree": _tree,
+    "ShareQuestion": _share_question,
+    "Given": _given,
+}
+SPANS = {
+    "Both": _inner,
+    "Either": _outer,
+    "Neighborhood": _lines,
+    "Sphere": _latitudes,
+    "Window": _around,
+    "Chunked": _chunk,
+    "ShareQuestion": _before,
+    "Given": _given_span,
+}

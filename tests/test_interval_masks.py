@@ -1,0 +1,279 @@
+"""Masks of several intervals: intervals against definitions pair by pair, what cuts promise, & and |, the oracle."""
+
+import pickle
+import random
+
+import numpy as np
+import pytest
+from dense import error
+from drawn_masks import DRAW, draw_neighborhood
+
+from mpiattn import masks
+from mpiattn.errors import ArgumentError
+from mpiattn.masks.pieces import all_cuts
+from mpiattn.problem.interval_mask import IntervalMask, disjoint
+from mpiattn.verify import reference
+from mpiattn.verify.reference_masks import RULES, shown, span
+
+SEEDS = range(200)
+
+
+def sees(mask, seqlen, seqlen_k, queries=None):
+    """What the intervals show, bool (queries, keys); no key is in two of them, and no list is empty for all."""
+    queries, keys = np.arange(seqlen) if queries is None else queries, np.arange(seqlen_k)
+    begin, end = mask.intervals(queries, seqlen, seqlen_k)
+    assert begin.dtype == end.dtype == np.int64 and begin.shape == end.shape == (len(begin), len(queries))
+    assert (begin < end).any(axis=1).all()
+    times = np.zeros((len(queries), seqlen_k), int)
+    for first, last in zip(begin, end):
+        times += (first[:, None] <= keys) & (keys < last[:, None])
+    assert times.max(initial=0) <= 1
+    return times == 1
+
+
+def test_every_rule_is_drawn():
+    assert {*DRAW, "Both", "Either"} == set(RULES)
+
+
+@pytest.mark.draw(10)
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", DRAW)
+def test_a_mask_is_its_definition(kind, seed):
+    rng = random.Random(f"{kind} {seed}")
+    mask, seqlen, seqlen_k = DRAW[kind](rng)
+    check(mask, seqlen, seqlen_k, rng)
+
+
+def check(mask, seqlen, seqlen_k, rng):
+    mask.check(seqlen, seqlen_k)
+    queries, keys = np.arange(seqlen), np.arange(seqlen_k)
+    expected = shown(mask, queries, keys, seqlen, seqlen_k)
+    assert (sees(mask, seqlen, seqlen_k) == expected).all(), mask
+    some = np.sort(rng.choices(range(seqlen), k=min(seqlen, 7)) if seqlen else []).astype(np.int64)
+    assert (sees(mask, seqlen, seqlen_k, some) == expected[some]).all(), mask
+    assert (shown(mask, some, keys[3::2], seqlen, seqlen_k) == expected[some][:, 3::2]).all()
+    begin, end = span(mask, queries, seqlen, seqlen_k)
+    assert not expected[(keys < begin[:, None]) | (keys >= end[:, None])].any(), "out of bounds"
+    again = pickle.loads(pickle.dumps(mask))
+    assert again == mask and hash(again) == hash(mask) and repr(again) == repr(mask) and len(repr(mask)) < 600
+    assert (sees(again, seqlen, seqlen_k) == expected).all() and 2 < len(str(mask)) < 400
+    keeps_its_promise(mask, seqlen, seqlen_k)
+
+
+def keeps_its_promise(mask, seqlen, seqlen_k):
+    """What `IntervalMask.cuts` says of the queries of a piece, query by query."""
+    cuts = mask.cuts(seqlen, seqlen_k)
+    if cuts is None:
+        return
+    assert cuts.tolist() == sorted({0, *cuts.tolist()}) if seqlen else not len(cuts)
+    begin, end = mask.intervals(np.arange(seqlen), seqlen, seqlen_k)
+    pieces = list(zip(cuts, [*cuts[1:], seqlen]))
+    for first, last in zip(begin, end):
+        for start, stop in pieces:
+            of_piece = first[start:stop], last[start:stop]
+            some = of_piece[0] < of_piece[1]
+            assert some.all() or not some.any(), (mask, start)
+            if some.all():
+                assert (np.diff(of_piece) >= 0).all() and (of_piece[0][1:] <= of_piece[1][:-1]).all(), (mask, start)
+
+
+@pytest.mark.draw(8)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_both_and_either(seed):
+    """Chains of masks of one sequence, in any order."""
+    rng = random.Random(f"chains {seed}")
+    of_grid = rng.random() < 0.5
+    mask, seqlen, seqlen_k = (draw_neighborhood if of_grid else DRAW[rng.choice(list(DRAW)[2:])])(rng)
+    for _ in range(rng.randint(1, 4)):
+        while True:
+            other = rng.choice([*DRAW.values()])(rng)[0]
+            try:
+                other.check(seqlen, seqlen_k)
+                break
+            except ArgumentError:
+                continue
+        pair = (mask, other) if rng.random() < 0.5 else (other, mask)
+        mask = pair[0] & pair[1] if rng.random() < 0.5 else pair[0] | pair[1]
+    queries, keys = np.arange(seqlen), np.arange(seqlen_k)
+    expected = shown(mask, queries, keys, seqlen, seqlen_k)
+    assert (sees(mask, seqlen, seqlen_k) == expected).all(), mask
+    begin, end = span(mask, queries, seqlen, seqlen_k)
+    assert not expected[(keys < begin[:, None]) | (keys >= end[:, None])].any()
+    assert pickle.loads(pickle.dumps(mask)) == mask and mask.cuts(seqlen, seqlen_k) is None
+
+
+def test_only_masks_can_be_combined():
+    with pytest.raises(TypeError):
+        _ = masks.causal() & 3
+    with pytest.raises(TypeError):
+        _ = masks.causal() | None
+
+
+def lists_of(mask, seqlen, queries=None):
+    return len(mask.intervals(np.arange(seqlen) if queries is None else queries, seqlen, seqlen)[0])
+
+
+def test_few_lists():
+    """Launches of a block: one for each list."""
+    field = masks.neighborhood((64, 128), 15, cyclic=(False, True))
+    assert lists_of(field, 64 * 128) == 17  # a row each, and one where the longitude begins again, either way
+    assert lists_of(field, 64 * 128, 128 * 30 + np.arange(40, 80)) == 15
+    assert lists_of(masks.neighborhood((64, 128), (15, 128)), 64 * 128) == 1  # whole rows
+    assert lists_of(masks.neighborhood((8, 16, 32), (3, 16, 32)), 4096) == 1
+    assert lists_of(masks.neighborhood((8, 16, 32), (3, 16, 32), cyclic=True), 4096) == 3  # planes before and after
+    assert lists_of(masks.neighborhood((8, 16, 32), (3, 3, 32)), 4096) == 3
+    assert lists_of(masks.neighborhood((9, 32), (9, 3), cyclic=True), 288) == 11
+    assert lists_of(masks.global_tokens(4) | masks.window(8, 0), 100) == 2
+    assert lists_of(masks.chunked(16) | masks.window(8, 0), 100) == 1
+    assert lists_of(masks.chunked(16) & masks.causal() & masks.window(8, None), 100) == 1
+    assert lists_of(field & field & field, 64 * 128) == 17 and lists_of(field | field, 64 * 128) == 17
+    assert lists_of(masks.sphere([64] * 32, np.pi / 32), 2048) <= 5
+
+
+def test_lists_go_on_from_query_to_query():
+    """A list of a field has the same row of the window for all queries, so that a tile of queries looks at few keys."""
+    begin, end = masks.neighborhood((64, 128), 15, cyclic=(False, True)).intervals(
+        np.arange(20 * 128, 40 * 128), 64 * 128, 64 * 128
+    )
+    steps = np.diff(begin[:15]), np.diff(end[:15])  # in the others only queries at the end of a row see keys
+    assert all((step >= 0).all() and (step <= 8).all() for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("mask", "most"),
+    [
+        (masks.neighborhood((30, 50), 5), 30 + 1),
+        (masks.neighborhood((30, 50), 5, cyclic=(False, True)), 3 * 30),
+        (masks.neighborhood((30, 50), (5, 50)), 1),
+        (masks.neighborhood((5, 6, 50), 3, cyclic=True), 3 * 30),
+        (masks.neighborhood((1500,), 9), 1),
+        (masks.global_tokens(4), 2),
+        (masks.chunked(10), 1),
+        (masks.window(3, 4), 1),
+        (masks.ranges([(0, 700, 0, 700, "causal"), (700, 1500, 0, 1500, "full")]), 2),
+        (masks.blocks(100, [(i, j) for i in range(15) for j in range(i % 3, 15, 3)]), 15),
+        (masks.share_question(500, [500, 500]), 3),
+        (masks.tree([-1, 0, 0, 2]), 5),
+    ],
+    ids=str,
+)
+def test_few_pieces(mask, most):
+    cuts = mask.cuts(1500, 1500)
+    assert len(cuts) <= most
+    assert cuts.tolist() == all_cuts(mask, 1500, 1500).tolist()
+
+
+def test_many_queries_are_asked_a_piece_at_a_time(monkeypatch):
+    field = masks.neighborhood((20, 60), (7, 9), cyclic=(True, False))
+    whole = field.intervals(np.arange(1200), 1200, 1200)
+    monkeypatch.setattr("mpiattn.masks.pieces.PIECE", 70)
+    for once, again in zip(whole, field.intervals(np.arange(1200), 1200, 1200)):
+        assert (once == again).all()
+    assert all_cuts(field, 1200, 1200).tolist() == field.cuts(1200, 1200).tolist()
+
+
+def natten(q, k, size, kernel, dilation, causal):
+    """Whether q sees k on an axis, as NATTEN's Flex back end writes it, of stride 1."""
+    group = q % dilation
+    padding = 1 - ((group + (dilation - (size % dilation))) // dilation)
+    length = size // dilation + padding
+    left, right = kernel // 2, kernel // 2 + (kernel % 2 - 1)
+    own, key = q // dilation, k // dilation
+    if causal:
+        return own - key >= 0 and own - key < kernel and group == k % dilation
+    center = min(max(min(own, length - 1), left), length - 1 - right)
+    return (0 <= center - key <= left or 0 <= key - center <= right) and group == k % dilation
+
+
+@pytest.mark.draw(6)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_natten(seed):
+    rng = random.Random(f"natten {seed}")
+    shape = [rng.randint(1, 9) for _ in range(rng.randint(1, 3))]
+    dilation = [rng.randint(1, min(3, size)) for size in shape]
+    kernel = [rng.randint(1, size // step) for size, step in zip(shape, dilation)]
+    causal = [rng.random() < 0.3 for _ in shape]
+    expected = np.ones((1, 1), bool)
+    for axis in zip(shape, kernel, dilation, causal):
+        table = [[natten(q, k, *axis) for k in range(axis[0])] for q in range(axis[0])]
+        expected = np.kron(expected, np.array(table))
+    tokens = len(expected)
+    assert (sees(masks.neighborhood(shape, kernel, dilation, causal), tokens, tokens) == expected).all()
+
+
+MAGI = {  # flex_flash_attn_func's documentation: 5 queries and 2 keys, 2 and 5, 5 and 5
+    "full": ("11 11 11 11 11", "11111 11111", "11111 11111 11111 11111 11111"),
+    "causal": ("00 00 00 10 11", "11110 11111", "10000 11000 11100 11110 11111"),
+    "inv_causal": ("11 01 00 00 00", "11111 01111", "11111 01111 00111 00011 00001"),
+    "bi_causal": ("00 00 00 00 00", "11110 01111", "10000 01000 00100 00010 00001"),
+}
+
+
+@pytest.mark.parametrize("kind", MAGI)
+def test_kinds_of_magi_attention(kind):
+    for (seqlen, seqlen_k), drawn in zip([(5, 2), (2, 5), (5, 5)], MAGI[kind]):
+        seen = sees(masks.ranges([(0, seqlen, 0, seqlen_k, kind)]), seqlen, seqlen_k)
+        assert [[str(int(key)) for key in row] for row in seen] == [list(row) for row in drawn.split()]
+
+
+def picture(mask, tokens):
+    return ["".join("1" if key else "." for key in row) for row in sees(mask, tokens, tokens)]
+
+
+def test_pictures():
+    """Those of the docstrings."""
+    assert picture(masks.tree([-1, 0, 0, -1]), 5) == ["1....", "11...", "111..", "11.1.", "1...1"]
+    assert picture(masks.share_question(2, [2, 1]), 5) == ["1....", "11...", "111..", "1111.", "11..1"]
+    assert picture(masks.global_tokens(1), 4) == ["1111", "1...", "1...", "1..."]
+    assert picture(masks.chunked(2), 4) == ["11..", "11..", "..11", "..11"]
+    assert picture(masks.window(1, 0), 4) == ["1...", "11..", ".11.", "..11"]
+    assert picture(masks.neighborhood((8,), 3), 8)[0] == "111....."
+    assert picture(masks.neighborhood((8,), 3, edge="clipped"), 8)[0] == "11......"
+    assert picture(masks.neighborhood((8,), 3, cyclic=True), 8)[0] == "11.....1"
+
+
+def test_longitudes_meet_at_the_poles():
+    """Points of the first row are near each other, and the row after it is seen whole from it."""
+    seen = sees(masks.sphere([40] * 20, 0.2), 800, 800)
+    assert seen[0, :40].all() and not seen[400, 400:440].all()
+    assert seen[20, :80].sum() > seen[400, 360:440].sum()
+
+
+class Mine(IntervalMask):
+    """A mask that a program wrote: the key on the diagonal."""
+
+    def intervals(self, queries, seqlen, seqlen_k):
+        return queries[None], queries[None] + 1
+
+
+@pytest.mark.parametrize(
+    "mask", [masks.neighborhood((4, 6), 3, cyclic=(False, True)), masks.global_tokens(2) & masks.causal(), Mine()]
+)
+def test_the_oracle_knows_masks(mask, monkeypatch):
+    """Attention and gradients, with a window besides, as of scores that are hidden pair by pair."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = rng.standard_normal((4, 2, 24, 2, 3))
+    at, window = np.arange(24), (7, 3)
+    visible = sees(mask, 24, 24) & (at - at[:, None] >= -7) & (at - at[:, None] <= 3)
+    assert (visible == reference.visible_keys(at, at, (24, 24), window=window, mask=mask)).all()
+    blind = ~visible.any(axis=1)
+    assert (reference.blind(at, 2, (24, 24), window=window, mask=mask) == blind).all()
+    score = np.where(visible, np.einsum("bqhd,bkhd->bhqk", q, k) * 3**-0.5, -np.inf)
+    with np.errstate(all="ignore"):
+        lse = np.log(np.exp(score).sum(axis=3))
+        weight = np.where(visible, np.exp(score - lse[..., None]), 0)
+    expected = np.einsum("bhqk,bkhd->bqhd", weight, v)
+    for pairs in (reference.BLOCK_PAIRS, 5):
+        monkeypatch.setattr(reference, "BLOCK_PAIRS", pairs)
+        out, got = reference.attention(q, k, v, window=window, mask=mask)
+        assert error(out, expected) < 1e-13 and error(got[..., ~blind], lse[..., ~blind]) < 1e-13
+        some, _ = reference.attention(q[:, 3::4], k, v, window=window, mask=mask, positions=at[3::4], lengths=(24, 24))
+        assert error(some, expected[:, 3::4]) < 1e-13
+        dv = reference.backward(dout, q, k, v, window=window, mask=mask)[2]
+        assert error(dv, np.einsum("bhqk,bqhd->bkhd", weight, dout)) < 1e-13
+
+
+def test_disjoint_keeps_lists():
+    """Of intervals that touch, the first takes in the others and stays in its list."""
+    begin, end = disjoint(np.array([[10, 4], [0, 20], [5, 9]]), np.array([[12, 6], [5, 30], [11, 9]]))
+    assert (begin.tolist(), end.tolist()) == ([[0, 4], [0, 20]], [[0, 6], [12, 30]])
