@@ -1,7 +1,9 @@
 """The work that masks leave to each rank, compared with a count by the definition."""
 
+import random
 from itertools import pairwise
 
+import divisions
 import numpy as np
 import pytest
 
@@ -63,9 +65,9 @@ def test_keys_that_a_chunk_sees(seed):
 
     documents = [None, (group(),), (group(), group())][seed % 3]
     mask = Mask(seqlen, seqlen_k, window=window, **masks[seed // 3 % 4])
-    for kind in ("contiguous", "striped", "zigzag"):
-        layout = Layout(kind, seqlen, chunks)
-        activity = Activity(mask, layout, Layout(kind, seqlen_k, chunks), Tile(1, chunks, 1), documents)
+    both = [[Layout(kind, n, chunks) for n in (seqlen, seqlen_k)] for kind in ("contiguous", "striped", "zigzag")]
+    for layout, of_keys in (*both, [divisions.either(random.Random(seed), n, chunks) for n in (seqlen, seqlen_k)]):
+        activity = Activity(mask, layout, of_keys, Tile(1, chunks, 1), documents)
         for chunk in range(chunks):
             lo, hi = (bound.ravel() for bound in activity.intervals(chunk))
             by_query = {key for a, b in zip(lo, hi) for key in range(a, b)}

@@ -2,6 +2,7 @@
 
 import random
 
+import divisions
 import numpy as np
 import pytest
 from interval_masks import random_mask
@@ -35,7 +36,10 @@ def draw(rng, several):
     if seqlen == seqlen_k and rng.random() < 0.7:  # documents, and padding before and after them
         cuts = sorted(rng.randint(0, seqlen) for _ in range(rng.randint(2, 7)))
         mask = problem.mask_of(tuple(cuts))
-    return problem, mask, Layout(kind, seqlen, ranks), Layout(rng.choice([kind, *LAYOUTS]), seqlen_k, ranks)
+    layouts = Layout(kind, seqlen, ranks), Layout(rng.choice([kind, *LAYOUTS]), seqlen_k, ranks)
+    if rng.random() < 0.3:
+        layouts = divisions.either(rng, seqlen, ranks), rng.choice([layouts[1], divisions.either(rng, seqlen_k, ranks)])
+    return problem, mask, *layouts
 
 
 @pytest.mark.parametrize("several", [False, True])

@@ -2,6 +2,7 @@
 
 import random
 
+import divisions
 import numpy as np
 import pytest
 from interval_masks import random_mask
@@ -106,6 +107,8 @@ def draw(rng, several):
         cuts = sorted(rng.randint(0, seqlen) for _ in range(ranks - 1))
         sizes = [b - a for a, b in zip([0, *cuts], [*cuts, seqlen])]
         layouts[0] = Layout("contiguous", seqlen, ranks, sizes)
+    if rng.random() < 0.3:
+        layouts = [divisions.either(rng, tokens, ranks) for tokens in (seqlen, seqlen_k)]
 
     def group():
         cuts = [sorted(rng.randint(0, tokens) for _ in range(4)) for tokens in (seqlen, seqlen_k)]

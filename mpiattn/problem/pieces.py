@@ -41,9 +41,12 @@ class Pieces:
 
     cuts: where the pieces begin, and at last where the sequence ends: int64 (pieces + 1,), increasing.
     owners: the chunk of each: int64 (pieces,).  Neighbours have different ones: pieces are as long as can be.
+    Of no tokens there is one piece, an empty one of chunk 0.
     """
 
     def __init__(self, cuts: IntArray, owners: IntArray, chunks: int) -> None:
+        if not len(owners):
+            cuts, owners = np.zeros(2, np.int64), np.zeros(1, np.int64)
         begins = np.ones(len(owners), bool)
         begins[1:] = owners[1:] != owners[:-1]
         self.cuts, self.owners, self.chunks = np.append(cuts[:-1][begins], cuts[-1:]), owners[begins], chunks
