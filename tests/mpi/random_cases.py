@@ -4,12 +4,14 @@ import random
 from typing import NamedTuple
 
 import divisions
+from drawn_masks import DRAW
 from runs import tiles
 
-from mpiattn import Layout
+from mpiattn import Layout, masks
 from mpiattn.backends.cpu import library
 from mpiattn.schedule.regroup import every_tile
 
+WINDOWS = [(3, 0), (5, 4), (None, 2), (20, None), (0, 0), (60, 60)]
 COMPILED = "numpy" if library.missing() else "cpu"
 
 
@@ -67,6 +69,16 @@ def draw_call(rng, batch, seqlen, seqlen_k, causal):
     return call
 
 
+def draw_mask(rng):
+    """A mask of several intervals, and for how many queries and keys."""
+    mask, seqlen, seqlen_k = DRAW[rng.choice(list(DRAW))](rng)
+    if rng.random() < 0.2:
+        mask = mask | masks.global_tokens(rng.randint(0, 5))
+    if rng.random() < 0.2:
+        mask = mask & masks.window(rng.randint(0, 20), rng.choice([None, rng.randint(0, 20)]))
+    return mask, seqlen, seqlen_k
+
+
 def draw_case(seed, index, size):
     """The case of that index in a launch of `size` ranks."""
     rng = random.Random(f"{seed} {index} {size}")
@@ -74,6 +86,8 @@ def draw_case(seed, index, size):
     kv_heads, batch = rng.choice([1, 1, 2, 3]), rng.choice([1, 1, 2, 3, 4])
     seqlen = rng.choice([0, 1, 3, 5, 17, 31, 40, 64, 97, 150])
     seqlen_k = seqlen if rng.random() < 0.6 else rng.choice([0, 1, 7, 50, 64, 128])
+    several = rng.random() < 0.4
+    mask, seqlen, seqlen_k = draw_mask(rng) if several else (None, seqlen, seqlen_k)
     layout = rng.choice(["contiguous", "striped", "zigzag", "uneven", "any", "any"])
     if layout == "any":
         layout = tuple(divisions.either(rng, n, ranks) for n in (seqlen, seqlen_k))
@@ -92,9 +106,9 @@ def draw_case(seed, index, size):
         "head_dim": rng.choice([1, 4, 8, 13, 32]),
         "value_dim": rng.choice([1, 4, 8, 13, 32]),
         "dtype": dtype,
-        "causal": rng.random() < 0.5,
+        "causal": rng.random() < (0.2 if several else 0.5),
         "softcap": rng.choice([None, None, 2.0, 50.0]),
-        "window": rng.choice([None, None, (3, 0), (5, 4), (None, 2), (20, None), (0, 0), (60, 60)]),
+        "window": rng.choice([None] * 2 + [None] * 9 * several + WINDOWS),
         "scale": rng.choice([None, None, 0.5, 2.0]),
         "tile": rng.choice(tiles(ranks)),
         "layout": layout,
@@ -103,8 +117,9 @@ def draw_case(seed, index, size):
         "route": route,
         "wire_dtype": wire,
         "max_message": rng.choice([2**30, 2**30, 1000, 64]),
-        "prefix": rng.choice([0, 0, 0, 1, 4, 30]),
-        "causal_block": rng.choice([None, None, None, 1, 3, 8, 50]),
+        "prefix": rng.choice([0, 0, 0, 1, 4, 30]) * (not several or rng.random() < 0.2),
+        "causal_block": rng.choice([None, None, None, 1, 3, 8, 50]) if not several or rng.random() < 0.2 else None,
+        "mask": mask,
     }
     if rng.random() < 0.2:
         plan |= {"shared_kv": True, "value_dim": min(plan["value_dim"], plan["head_dim"])}
