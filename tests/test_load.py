@@ -10,8 +10,8 @@ from interval_masks import random_mask
 from mpiattn.model import pairs as counting
 from mpiattn.model.pairs import Pairs
 from mpiattn.model.workload import Load, Work, balance
+from mpiattn.problem.columns import columns_of
 from mpiattn.problem.layout import LAYOUTS, Layout
-from mpiattn.problem.mask import columns_of
 from mpiattn.problem.problem import Problem
 from mpiattn.schedule import travels
 from mpiattn.schedule.needed import Activity

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from mpiattn import ArgumentError
+from mpiattn.problem.columns import columns_of
 from mpiattn.problem.documents import documents, padding_of
 from mpiattn.problem.layout import LAYOUTS, Layout
-from mpiattn.problem.mask import Mask, columns_of
+from mpiattn.problem.mask import Mask
 from mpiattn.problem.problem import Problem
 from mpiattn.verify.reference import visible_keys
 

@@ -65,7 +65,7 @@ def test_no_name_is_in_both_records_of_a_plan():
 def test_arguments_of_the_rings(function):
     of_ring = parameters(function)
     assert of_ring == {name: defaults(DecodeArguments)[name] for name in of_ring}
-    assert set(defaults(DecodeArguments)) - set(of_ring) == {"algorithm", "root"}
+    assert set(defaults(DecodeArguments)) - set(of_ring) == {"mask", "algorithm", "root"}
 
 
 def calls_with_documents():

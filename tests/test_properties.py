@@ -9,9 +9,9 @@ import pytest
 from mpiattn import Layout
 from mpiattn.decode.token_owners import Ledger
 from mpiattn.files import hdf5
+from mpiattn.problem.columns import columns_of
 from mpiattn.problem.documents import documents
 from mpiattn.problem.layout import LAYOUTS
-from mpiattn.problem.mask import columns_of
 from mpiattn.problem.problem import Problem, dtype_name
 from mpiattn.schedule.collective import collective
 from mpiattn.schedule.greedy import greedy

@@ -12,8 +12,10 @@ from ..backends.block import BlockInputs
 from ..comm.refusal import of_call
 from ..errors import ArgumentError
 from ..problem.choices import one_of
+from ..problem.interval_mask import checked_mask
 from ..problem.problem import Problem
 from .combine import Partial, partial_bytes
+from .interval_lists import interval_lists
 
 QUERIES = Axes(("sequences", "queries", "heads", "head_dim"))
 RESULTS = Axes(("sequences", "queries", "heads", "value_dim"))
@@ -97,9 +99,12 @@ class DecodeCall:
             }
             # as checked: equal masks may be written in several ways
             same |= {name: getattr(self.problem, name) for name in ("causal", "window", "softcap", "scale")}
+            # Positions of the first key that each query sees, and then past the last: (sequences, 2 * queries) a list
+            self._lists = [np.maximum(lengths[:, None] + ends, 0)]
+            if given.mask is not None:
+                self._lists = interval_lists(checked_mask(given.mask), lengths, *self._lists)
+            same["mask"] = given.mask
         self.sinks = sinks
-        # Positions of the first key that each query sees, and then past the last: (sequences, 2 * queries)
-        self._ends = np.maximum(lengths[:, None] + ends, 0)
 
     def _arguments(self):
         """The `Arguments` of the call besides q, whose queries and heads are the caller's."""
@@ -132,9 +137,9 @@ class DecodeCall:
             name and functools.partial(self.cache.combiner.kept, name),
         )
 
-    def row_intervals(self, rank):
+    def row_intervals(self, rank, ends):
         """The range of a rank's keys that each query of each sequence sees: begin and end, int32 (rows,)."""
-        below = self.cache.storage.ledgers.below(self.index, rank, self._ends).astype(np.int32)
+        below = self.cache.storage.ledgers.below(self.index, rank, ends).astype(np.int32)
         return below[:, : self.queries].reshape(-1), below[:, self.queries :].reshape(-1)
 
     def attend(self, partial, q=None, rows=None, after=()):
@@ -146,15 +151,20 @@ class DecodeCall:
         cache = self.cache
         keys = (cache.storage.pools, cache.storage.tables(self.sequences), cache.page_size)
         q, rows = (self.q, range(self.rows)) if rows is None else (q, rows)
-        self.attend_to(keys, cache.rank, partial, q, rows, after)
+        first, *others = self._lists
+        self.attend_to(keys, cache.rank, partial, q, rows, after, ends=first)
+        for ends in others:
+            part = self.partial(name="list")
+            self.attend_to(keys, cache.rank, part, q, rows, partial.ready, ends=ends)
+            partial.absorb(self.backend, part, part.ready)
 
-    def attend_to(self, keys, rank, partial, q, rows, after=(), meanwhile=None):
+    def attend_to(self, keys, rank, partial, q, rows, after=(), meanwhile=None, ends=None):
         """Launch attention of rows over the keys of a rank.
 
         keys: (the pools, table of pages of every sequence, page size).  q, rows, after: as of `attend`.
-        meanwhile: as of `mpiattn.backends.base`.
+        meanwhile: as of `mpiattn.backends.base`.  ends: of the intervals; None for those of a call without a mask.
         """
-        begin, end = self.row_intervals(rank)
+        begin, end = self.row_intervals(rank, self._lists[0] if ends is None else ends)
         pools, tables, page_size = keys
         block = BlockInputs.of(self.problem, q, pools, begin, end, pages=tables, page_size=page_size)
         if rows == range(self.rows) and (len(tables) > 1 or (begin < end).any()):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from ..backends.base import Array
     from ..model.machine import Machine
+    from ..problem.interval_mask import IntervalMask
 
 
 @dataclass(frozen=True)
@@ -91,5 +92,6 @@ class DecodeArguments(NamedTuple):
     out: Array | None = None
     lse: Array | None = None
     check: bool = True
+    mask: IntervalMask | None = None
     algorithm: str | None = None
     root: int | None = None

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from ..backends.base import Array
+    from ..problem.interval_mask import IntervalMask
     from .cache import KVCache
 
 
@@ -29,6 +30,7 @@ def tree_decode(
     softcap: float | None = None,
     scale: float | None = None,
     sinks: Array | None = None,
+    mask: IntervalMask | None = None,
     algorithm: str = "auto",
     root: int | None = None,
     out: Array | None = None,
@@ -62,6 +64,9 @@ def tree_decode(
     sinks : array, (heads,), default None
         Attention sinks in lse's dtype, the same on every rank: one more score for every query of a head, with
         value 0.
+    mask : mask of `mpiattn.masks`, default None
+        Hides more keys, such as `tree` with the tokens that a draft model proposes, or `global_tokens(4) | window(512,
+        0)`.  Its positions are those of each sequence; it must fit the length of every sequence of the call.
     algorithm : str, default "auto"
         Algorithm that combines the partial results.  "allreduce": two MPI Allreduces, as in the paper.  "butterfly":
         messages between pairs of ranks, in half as many rounds; all ranks get the same bits.  "levels": first within
@@ -107,7 +112,7 @@ def tree_decode(
     """
     with cache.call("tree_decode") as collective:
         of_rings = sequences, causal, window, softcap, scale, sinks, out, lse, check
-        call = DecodeCall(collective, cache, q, DecodeArguments(*of_rings, algorithm, root), ALGORITHMS)
+        call = DecodeCall(collective, cache, q, DecodeArguments(*of_rings, mask, algorithm, root), ALGORITHMS)
         if algorithm == "auto":
             algorithm = cache.algorithm(*call.partial_bytes, root)
         partial, spare = call.partial(name="partial"), call.partial(name="spare")

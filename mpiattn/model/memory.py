@@ -15,10 +15,10 @@ def buffer_bytes(schedule, problem, load):
 
     load: the `Load` of the mesh.
     Counted are the slots of the schedule, each for the most tokens that come, the own accumulators that are not results
-    themselves, and the copies of partials that are cast for the wire.  What no step needs together lies in the same
-    memory (`mpiattn.schedule.sharing`).  What is sent in many ranges is packed before.  A fused launch needs places for the chunks of the whole group.  Unless the
-    keys of consecutive chunks follow one another, it also holds the arrays that move in columns a second time, sorted
-    by position.
+    themselves, the copies of partials that are cast for the wire, and those of tokens in many ranges.  What no step
+    needs together lies in the same memory (`mpiattn.schedule.sharing`).  A fused launch needs places for the chunks of
+    the whole group.  Unless the keys of consecutive chunks follow one another, it also holds the arrays that move in
+    columns a second time, sorted by position.
     """
     kinds, fused = KINDS[schedule.direction], schedule.packed
     of_arenas, of_own, of_cast = _of_token(problem.without_tokens, schedule.direction)

@@ -7,9 +7,11 @@ holds the k-th interval of every query, empty where a query has fewer.  `mpiattn
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+
+from ..errors import ArgumentError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -54,6 +56,15 @@ class IntervalMask:
 
     def __or__(self, other: IntervalMask) -> IntervalMask:
         return Either(self, other) if isinstance(other, IntervalMask) else NotImplemented
+
+
+def checked_mask(mask: Any) -> IntervalMask:
+    """The argument mask, if it is one; else raises ArgumentError."""
+    if not isinstance(mask, IntervalMask):
+        raise ArgumentError(
+            f"mask is a {type(mask).__name__}; it must be a mask of mpiattn.masks, or None (no masks are arrays here)"
+        )
+    return mask
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,8 @@ What a query sees stands in `Mask.rule` alone, and in the caller's mask.  Everyt
 of long sequences only about a few, because neither end of an interval moves back from query to query.
 `problem.closed_form` answers faster for some masks, and is not asked about a mask that it does not know.
 
-Positions inside a chunk increase under every layout.  An interval is therefore one interval [begin, end) of the
-chunk's local columns.  Kernels take only these two integers per row; they know neither masks nor layouts.  The more
-keys come before a position, the later it is, so the limits of a document become columns once for all of its queries.
+An interval of keys is an interval of the columns of any chunk (`problem.columns`).  Kernels take only these integers
+per row; they know neither masks nor layouts.
 """
 
 from __future__ import annotations
@@ -50,14 +49,14 @@ import numpy as np
 from .closed_form import KNOWN, Ranges, block_pairs, queries_seeing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
+    from .columns import ToColumns
     from .interval_mask import IntervalMask
 
 PIECE = 2**15  # queries looked at at a time: their intervals stay in cache
-FEW_RANGES = 4  # of keys, up to which arithmetic is faster than a search
 OVERFLOWING = 2**31  # tokens from which on products of the closed form do not fit an int64
 MANY_DOCUMENTS = 64  # from which on it pays to leave out those of other queries first
 SAMPLE = 2**7  # queries that stand for all
@@ -66,7 +65,6 @@ SEARCH_PARTS = 8  # in which a search cuts the queries that are left
 
 IntArray: TypeAlias = "NDArray[np.integer]"
 Window: TypeAlias = tuple[int | None, int | None]
-ToColumns: TypeAlias = "Callable[[IntArray], IntArray]"  # from positions of keys to columns of a chunk
 
 
 class Group(NamedTuple):
@@ -241,9 +239,8 @@ class Mask:
             lo, hi = self.key_interval(positions, documents, to_columns)
             return lo[None], hi[None]
         first, last = self.key_interval(positions, documents)
-        begin: IntArray
-        end: IntArray
-        begin, end = (bound[:, None] for bound in self.mask.intervals(positions, self.seqlen, self.seqlen_k))
+        at = positions.astype(np.int64, copy=False)
+        begin, end = (bound[:, None] for bound in self.mask.intervals(at, self.seqlen, self.seqlen_k))
         if not len(begin):
             begin = end = np.zeros((1, 1, len(positions)), np.int64)
         lo = np.minimum(np.maximum(begin, first), last)
@@ -302,8 +299,8 @@ class Mask:
             # a query that sees nothing may begin later
             end = np.minimum(hi[:, 1::2], group.k_cuts[document + 1])
             ends.append((lo[:, ::2].ravel(), end.ravel(), part.ravel()))
-        lo, end, part = ends[0] if len(ends) == 1 else (np.concatenate(arrays) for arrays in zip(*ends))
-        return lo, end, part
+        los, stops, parts = zip(*ends)
+        return np.concatenate(los), np.concatenate(stops), np.concatenate(parts)
 
     def _interval(self, positions: IntArray, group: Group, convert: ToColumns, lo: IntArray, hi: IntArray) -> None:
         """Write the keys that queries see to `lo` and `hi`, which are 0; padding before and after documents stays 0.
@@ -360,22 +357,18 @@ class Mask:
             first = np.zeros(1, np.int64)
             queries, keys = (Ranges(first, np.array([count]), 1) for count in (self.seqlen, self.seqlen_k))
             return int(block_pairs(self, [queries], [keys], (first, first))[0])
-        return _pairs(self) if documents is None else self._pairs(documents)
-
-    def _pairs(self, documents: Sequence[Group] | None) -> int:
-        """As `pairs`, by a look at every query."""
-        total = 0
-        for start in range(0, self.seqlen, PIECE):
-            lo, hi = self.key_intervals(np.arange(start, min(start + PIECE, self.seqlen)), documents)
-            total += int((hi - lo).sum())
-        return total
+        return _pairs(self) if documents is None else _pairs.__wrapped__(self, documents)
 
 
 # What follows from the rule is remembered by the mask's fields: each `Problem` makes its own `Mask`, a plan several.
 @lru_cache(REMEMBERED)
-def _pairs(mask: Mask) -> int:
-    """As `Mask.pairs` without a call's documents."""
-    return mask._pairs(None)
+def _pairs(mask: Mask, documents: Sequence[Group] | None = None) -> int:
+    """As `Mask.pairs`, by a look at every query."""
+    total = 0
+    for start in range(0, mask.seqlen, PIECE):
+        lo, hi = mask.key_intervals(np.arange(start, min(start + PIECE, mask.seqlen)), documents)
+        total += int((hi - lo).sum())
+    return total
 
 
 @lru_cache(REMEMBERED)
@@ -403,27 +396,3 @@ def _opens_ahead(mask: Mask) -> bool:
 
 
 MASK_FIELDS = tuple(name for name in Mask.__dataclass_fields__ if name != "cuts")  # those that a `Problem` has too
-
-
-def columns_of(keys: Sequence[range] | IntArray) -> ToColumns:
-    """A function from positions to columns of a chunk: how many of its keys come before each position, int32.
-
-    keys: positions of the chunk's keys, increasing: an array, or ranges one after another.
-    """
-    if not isinstance(keys, np.ndarray) and len(keys) > FEW_RANGES:
-        keys = np.concatenate([np.arange(t.start, t.stop, t.step) for t in keys])
-
-    def before(positions: IntArray) -> IntArray:
-        if isinstance(keys, np.ndarray):
-            return np.searchsorted(keys, positions).astype(np.int32)
-        counts = []
-        for tokens in keys:
-            count = positions - tokens.start
-            if tokens.step > 1:
-                count = -(-count // tokens.step)
-            np.maximum(count, 0, out=count)
-            np.minimum(count, len(tokens), out=count)
-            counts.append(count.astype(np.int32))
-        return sum(counts[1:], counts[0]) if counts else np.zeros(positions.shape, np.int32)
-
-    return before

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..system.closest import of_choices
-from .interval_mask import IntervalMask
+from .interval_mask import IntervalMask, checked_mask
 from .mask import MASK_FIELDS, Mask, Window
 from .values import truth, whole_number
 
@@ -178,12 +178,7 @@ class Problem:
             if self.softcap is not None and self.softcap < 0:
                 raise ArgumentError(f"softcap is {self.softcap!r}; it must be positive, or None or 0 for none")
         if self.mask is not None:
-            if not isinstance(self.mask, IntervalMask):
-                raise ArgumentError(
-                    f"mask is a {type(self.mask).__name__}; it must be a mask of mpiattn.masks, or None.  There are no "
-                    "masks as arrays here"
-                )
-            self.mask.check(self.seqlen, self.seqlen_k)
+            checked_mask(self.mask).check(self.seqlen, self.seqlen_k)
         limits = np.finfo(self.partial_dtype)
         # Half the largest number, since a back end may convert scores to base 2.  Subnormal numbers lose digits.
         tiny, most = float(limits.tiny), float(limits.max) / 2

@@ -13,7 +13,8 @@ from itertools import chain
 
 import numpy as np
 
-from ..problem.mask import PIECE, columns_of
+from ..problem.columns import columns_of
+from ..problem.mask import PIECE
 from .kinds import IN_COLUMNS
 from .ranges import cover, runs_of, total, union, whole
 from .remembered import Remembered

@@ -78,7 +78,11 @@ class Mirror:
     def expected(self, q, causal=True, sequences=None, **how):
         """out and lse of all sequences, dense, in float64."""
         whole = [self.whole[sequence] for sequence in sequences or range(len(self.whole))]
-        parts = [reference.attention(q[i : i + 1], k[None], v[None], causal, **how) for i, (k, v) in enumerate(whole)]
+        parts = []
+        for i, (k, v) in enumerate(whole):
+            if "mask" in how:  # whose positions are those of the sequence
+                how |= {"positions": np.arange(len(k) - q.shape[1], len(k)), "lengths": (len(k), len(k))}
+            parts.append(reference.attention(q[i : i + 1], k[None], v[None], causal, **how))
         return tuple(np.concatenate(part) for part in zip(*parts))
 
     def wrong(self, got, q, **how):
