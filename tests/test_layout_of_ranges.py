@@ -28,6 +28,8 @@ def check(layout, chunks):
         padded = [range(start, start + length) for start, length in zip(starts[:, chunk], lengths[:, chunk])]
         assert [i for part in padded for i in part] == tokens
         assert (layout.owner(tokens) == chunk).all()
+        ends = np.arange(-2, layout.seqlen + 3).reshape(1, -1)
+        assert layout.below(chunk, ends).tolist() == [[sum(token < end for token in tokens) for end in ends[0]]]
         for start in range(0, layout.seqlen + 1, 3):
             for stop in range(start, layout.seqlen + 1, 5):
                 before, parts = layout.between(chunk, start, stop)
@@ -188,11 +190,11 @@ def test_wrong_grids(arguments, text):
         (("ranges", 12, 4), "layout is 'ranges' without pieces; Layout.of_ranges makes it"),
         (
             ("zigzag", 2, 1, None, None, Layout.of_ranges([[(0, 2)]]).pieces),
-            "layout is 'zigzag' with ranges of 2 tokens",
+            "layout is 'zigzag' of 2 tokens on 1 ranks, with pieces",
         ),
         (
             ("ranges", 3, 1, None, None, Layout.of_ranges([[(0, 2)]]).pieces),
-            "it must be of 3 on 1, by Layout.of_ranges",
+            "layout is 'ranges' of 3 tokens on 1 ranks, with pieces",
         ),
     ],
 )

@@ -3,6 +3,7 @@
 import random
 from itertools import pairwise
 
+import divisions
 import numpy as np
 import pytest
 from calls import calls
@@ -73,6 +74,8 @@ def test_ten_thousand_appends_and_truncates(ranks, page_size):
                 plain.append(owner)
         elif action == "place" and len(plain) < 400:
             layout = Layout(rng.choice(["contiguous", "striped", "zigzag"]), rng.randint(0, 60), ranks)
+            if rng.random() < 0.3:
+                layout = divisions.either(rng, layout.seqlen, ranks)
             ledger.place(layout)
             plain += owners_of(layout, ranks)
         elif action in ("truncate", "free"):

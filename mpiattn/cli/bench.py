@@ -32,6 +32,7 @@ examples:
 """
 
 import argparse
+import math
 from dataclasses import asdict
 
 from ..bench import decode, environment, limits, measure, report
@@ -55,12 +56,13 @@ from ..version import __version__
 from . import kernel
 
 KINDS = {"decode": decode, "kernel": kernel, "limits": limits}  # instead of a sweep, by the option that asks for them
-PLAN = "layout", "mesh-layout", "wire-dtype", "backend", "transport", "max-memory", "machine"  # options
+SEQLEN = [4096]
+PLAN = "mesh-layout", "wire-dtype", "backend", "transport", "max-memory", "machine"  # options
 
 
 def add_arguments(parser):
     """Declare the arguments of `mpiattn bench`."""
-    parser.add_argument("--seqlen", type=int, nargs="+", default=[4096], metavar="N", help="tokens (default: 4096)")
+    parser.add_argument("--seqlen", type=int, nargs="+", default=SEQLEN, metavar="N", help="tokens (default: 4096)")
     parser.add_argument("--heads", type=int, default=8, metavar="H", help="query heads (default: %(default)s)")
     options.add(parser, "kv-heads")
     parser.add_argument("--head-dim", type=int, default=128, metavar="D", help="elements of a head (default: 128)")
@@ -89,7 +91,7 @@ def add_arguments(parser):
         action="store_true",
         help="measure every case without overlap too (except collective schedules, which have none)",
     )
-    options.add(parser, *PLAN)
+    options.add(parser, "layout", "grid", "dims", *PLAN)
     runs = ("runs", 5, "measured runs"), ("warmup", 1, "unmeasured runs before them, besides the checked one")
     options.add_numbers(parser, *runs, metavar="N")
     options.add_timeout(parser)
@@ -144,8 +146,10 @@ def _sweep(job, args):
     comm, peers = job.comm, job.peers
     with agreement(peers):
         planes = args.heads, args.kv_heads or args.heads, args.batch
-        asked = cases(comm.size, args.seqlen, args.tile, args.schedule, args.route, args.no_overlap, planes)
-    how = options.given(args, *options.SHAPE, *options.MASKS, *PLAN, "direction", "timeout")
+        seqlens = [math.prod(args.grid)] if args.grid is not None and args.seqlen == SEQLEN else args.seqlen
+        layouts = [options.layout_of(args, comm.size, seqlen) for seqlen in seqlens]
+        asked = cases(comm.size, seqlens, args.tile, args.schedule, args.route, args.no_overlap, planes)
+    how = options.given(args, *options.SHAPE, *options.MASKS, *PLAN, "direction", "timeout") | {"layout": layouts[0]}
     data, passes = {"mpiattn": __version__, "ranks": comm.size, **_environment(peers)}, []
     for number, of_size in enumerate(asked, 1):
         measured = measure.measure(job, of_size, how, DIRECTIONS[args.direction], args.runs, args.warmup)

@@ -15,6 +15,7 @@ from ..console.progress import Progress
 from ..console.table import size
 from ..errors import ArgumentError
 from ..files import hdf5
+from ..files.grids import spread
 from ..problem.problem import ITEMSIZE, Problem
 from ..system.atomic_file import HDF5, NewFile
 from ..system.launch_variables import launch_rank
@@ -25,7 +26,14 @@ PIECE_ELEMENTS = 2**22
 def add_arguments(parser):
     """Declare the arguments of `mpiattn generate`."""
     parser.add_argument("file", metavar="FILE", help="HDF5 file to make; an existing one is replaced")
-    parser.add_argument("--seqlen", type=int, required=True, metavar="N", help="tokens")
+    parser.add_argument("--seqlen", type=int, metavar="N", help="tokens (default: those of --grid)")
+    parser.add_argument(
+        "--grid",
+        type=options.parse_numbers,
+        metavar="SHAPE",
+        help="the tokens are the points of a grid, for example 721x1440, whose axes the datasets have in place of "
+        "seqlen, for run --grid",
+    )
     parser.add_argument("--heads", type=int, required=True, metavar="H", help="query heads")
     options.add(parser, "kv-heads")
     parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="elements of a head (default: 64)")
@@ -50,7 +58,13 @@ def run(args):
     """`mpiattn generate`; under a launcher only rank 0 works."""
     if launch_rank():
         return 0
-    problem = Problem(**options.given(args, "seqlen", "seqlen-k", *options.SHAPE))
+    tokens = options.tokens_of(args)
+    if args.grid is not None and {tokens, args.seqlen_k or tokens} != {math.prod(args.grid)}:
+        raise ArgumentError(
+            f"--grid has {math.prod(args.grid)} points; --seqlen and --seqlen-k are other numbers, {tokens} and "
+            f"{args.seqlen_k or tokens}"
+        )
+    problem = Problem(**options.given(args, "seqlen-k", *options.SHAPE), seqlen=tokens)
     if args.seed < 0:
         raise ArgumentError(f"seed is {args.seed}; it must not be negative")
     p = problem
@@ -63,7 +77,8 @@ def run(args):
         del shapes["v"]
     if args.dout:
         shapes["dout"] = (p.batch, p.seqlen, p.heads, p.value_dim)
-    cuts = _documents(args)
+    cuts = _documents(args, tokens)
+    shapes = {name: spread(shape, 1, args.grid) for name, shape in shapes.items()}
     with NewFile("FILE", args.file, (), HDF5) as new, hdf5.file_errors("FILE", args.file, "written"):
         with hdf5.writing(new.partial, create=True) as file:
             hdf5.create_datasets(
@@ -87,27 +102,28 @@ def run(args):
     return 0
 
 
-def _documents(args):
+def _documents(args, tokens):
     """The boundaries of random documents, none of them empty, by dataset."""
     cuts = {}
     if args.documents is None:
         return cuts
-    for name, tokens in (("cu_seqlens", args.seqlen), ("cu_seqlens_k", args.seqlen_k)):
-        if tokens is not None:
-            if not 1 <= args.documents <= tokens:
-                raise ArgumentError(f"documents is {args.documents}; it must be from 1 to {tokens}, the tokens")
-            rng = np.random.default_rng([args.seed, len(cuts), tokens])
-            inner = rng.choice(tokens - 1, args.documents - 1, replace=False, shuffle=False) + 1
-            cuts[name] = np.array([0, *sorted(inner.tolist()), tokens], np.int64)
+    for name, length in (("cu_seqlens", tokens), ("cu_seqlens_k", args.seqlen_k)):
+        if length is not None:
+            if not 1 <= args.documents <= length:
+                raise ArgumentError(f"documents is {args.documents}; it must be from 1 to {length}, the tokens")
+            rng = np.random.default_rng([args.seed, len(cuts), length])
+            inner = rng.choice(length - 1, args.documents - 1, replace=False, shuffle=False) + 1
+            cuts[name] = np.array([0, *sorted(inner.tolist()), length], np.int64)
     return cuts
 
 
 def _fill(data, rng, dtype, progress):
-    batch, tokens, heads, dim = data.shape
+    batch, *points, heads, dim = data.shape
+    tokens = math.prod(points)
     step = max(1, PIECE_ELEMENTS // (heads * dim))
     for b in range(batch):
         for start in range(0, tokens, step):
             count = min(step, tokens - start)
             drawn = rng.standard_normal((1, count, heads, dim), np.float64 if dtype == "float64" else np.float32)
-            hdf5.write(data, (b, start, 0, 0), drawn.astype(dtype))
+            hdf5.write(data, (b, start, 0, 0), drawn.astype(dtype), axis=1)
             progress(drawn.size)

@@ -37,6 +37,7 @@ examples:
   mpiattn plan --ranks 256 --seqlen 1048576 --heads 32 --head-dim 128 --causal --machine h100
   mpiattn plan --ranks 64 --seqlen 262144 --heads 32 --kv-heads 8 --head-dim 128 --dtype bfloat16 --direction both
   mpiattn plan --ranks 6 --seqlen 6000 --heads 8 --head-dim 64 --tile 3x2 --schedule greedy --steps
+  mpiattn plan --ranks 16 --grid 721x1440 --dims 4x4 --heads 8 --head-dim 64
   mpiattn plan --ranks 256 --seqlen 1048576 --heads 32 --head-dim 128 --json - | python -m json.tool
 """
 
@@ -49,7 +50,7 @@ def add_arguments(parser):
     """Declare the arguments of `mpiattn plan`."""
     parser.epilog = EXAMPLES
     parser.add_argument("--ranks", type=int, required=True, help="ranks to plan for; no launch is needed")
-    parser.add_argument("--seqlen", type=int, required=True, help="query tokens of the whole sequence")
+    parser.add_argument("--seqlen", type=int, help="query tokens of the whole sequence (default: those of --grid)")
     parser.add_argument("--heads", type=int, required=True, help="query heads")
     parser.add_argument("--head-dim", type=int, required=True, help="elements of a query and of a key, per head")
     parser.add_argument("--kv-heads", type=int, help="key-value heads; divides --heads (default: --heads)")
@@ -66,7 +67,7 @@ def add_arguments(parser):
     options.add_dtype(parser, "of q, k, v and the result")
     options.add(parser, "wire-dtype")
     options.add_direction(parser, "which passes to plan for")
-    options.add(parser, "layout", "mesh-layout", "route", "schedule", "tile", "max-memory", "machine")
+    options.add(parser, "layout", "grid", "dims", "mesh-layout", "route", "schedule", "tile", "max-memory", "machine")
     parser.add_argument(
         "--ranks-per-node",
         type=int,
@@ -90,7 +91,7 @@ def run(args):
     if args.plot is not None:
         style.check("--plot", args.plot)
     problem = Problem(
-        seqlen=args.seqlen,
+        seqlen=options.tokens_of(args),
         heads=args.heads,
         head_dim=args.head_dim,
         batch=args.batch,
@@ -106,6 +107,7 @@ def run(args):
         wire_dtype=args.wire_dtype,
     )
     given = None if args.documents is None else read_file("--documents", args.documents)
+    layout = options.layout_of(args, args.ranks, problem.seqlen, problem.seqlen_k)
     cuts = expected_cuts(problem, given, "--documents")
     mask = problem.mask_of(cuts)
     asked = parse_tile(args.tile, args.ranks)
@@ -116,7 +118,8 @@ def run(args):
         on,
         route=args.route,
         schedules=allowed_schedules(args.schedule),
-        layout_pairs=layouts(args.layout, problem, args.ranks, mask),
+        layout_pairs=layouts(layout, problem, args.ranks, mask),
+        fixed=args.grid is not None,
         mesh_layout=args.mesh_layout,
         direction=args.direction,
         max_memory=args.max_memory,
@@ -139,7 +142,7 @@ def run(args):
         "direction": args.direction,
         "route": args.route,
         "schedule": args.schedule,
-        "layout": args.layout,
+        "layout": args.layout if args.grid is None else layout.kind,
         "documents": None if cuts is None else len(cuts) - 1,
         "padding": 0 if cuts is None else problem.seqlen - (cuts[-1] - cuts[0]),
         "machine": on.as_dict(),

@@ -97,7 +97,8 @@ def problem_text(p, chosen):
 
 def _layout(chosen):
     inside = "" if chosen["mesh_layout"] == chosen["layout"] else f", {chosen['mesh_layout']} on the mesh"
-    return f"{chosen['layout']} layout{inside}"
+    blocks = f" ({chosen['grid']} in {chosen['dims']} blocks)" if "grid" in chosen else ""
+    return f"{chosen['layout']} layout{blocks}{inside}"
 
 
 def _empty(p, chosen, ranks):

@@ -6,11 +6,15 @@ rank reads consecutive tokens, and the ranks exchange them. OUT holds out, shape
 Its attributes hold the chosen plan, the command, the date and the versions. OUT appears whole or not at all; an
 existing file is replaced.
 
+A field on a grid has the grid's axes in place of seqlen, (batch, 721, 1440, heads, head_dim), or its points in C order;
+with --grid every rank holds a block of it, and OUT has the axes of IN.
+
 With --backward IN also holds dout, shaped as out, and OUT gets dq, dk, dv: the gradients of sum(dout * out).
 
 examples:
   mpiexec -n 4 mpiattn run qkv.h5 out.h5 --window 1024,0 --verify
   mpiexec -n 4 mpiattn run qkv.h5 out.h5 --causal --documents cu_seqlens --backward
+  mpiexec -n 16 mpiattn run field.h5 out.h5 --grid 721x1440 --dims 4x4
 """
 
 import resource
@@ -44,7 +48,7 @@ from .documents import read_documents
 from .names import add_names
 from .report import as_json, as_text, count_text, problem_text
 
-PLAN = "tile", "schedule", "layout", "mesh-layout", "route", "wire-dtype", "backend", "transport"  # options
+PLAN = "tile", "schedule", "mesh-layout", "route", "wire-dtype", "backend", "transport"  # options
 
 
 def add_arguments(parser):
@@ -56,7 +60,7 @@ def add_arguments(parser):
     options.add_axes(parser, "IN and OUT")
     options.add(parser, *options.MASKS, "documents", "documents-k")
     options.add_padding(parser, "the first document")
-    options.add(parser, "softcap", "scale", *PLAN)
+    options.add(parser, "softcap", "scale", "layout", "grid", "dims", *PLAN)
     options.add_max_message(parser)
     options.add(parser, "max-memory", "machine")
     parser.add_argument(
@@ -84,8 +88,8 @@ def _run(job, args):
     comm, peers = job.comm, job.peers
     job.on_rank_0(lambda: check_json(args.json, (args.input, args.output)))
     before = _peak()
-    look = partial(read_shapes, backward=args.backward, names=args.names)
-    source = Input(peers, args.input, args.max_message, look, names=args.names, axes=args.axes)
+    look = partial(read_shapes, backward=args.backward, names=args.names, grid=args.grid)
+    source = Input(peers, args.input, args.max_message, look, names=args.names, axes=args.axes, grid=args.grid)
     documents = read_documents(
         peers,
         source.file,
@@ -93,10 +97,12 @@ def _run(job, args):
     ) | ({"padding": True} if args.padding else {})
     with agreement(peers):
         check_documents(Problem(**source.shapes), **documents)
+        layout = options.layout_of(args, comm.size, source.shapes["seqlen"], source.shapes["seqlen_k"])
     plan = MeshAttention(
         comm,
         **source.shapes,
         **options.given(args, *options.MASKS, "softcap", "scale", *PLAN),
+        layout=layout,
         **options.given(args, "max-message", "max-memory", "machine", "timeout"),
         direction="both" if args.backward else "forward",
         expected_cu_seqlens=None if "cu_seqlens_k" in documents else documents.get("cu_seqlens"),
@@ -105,7 +111,8 @@ def _run(job, args):
     activity = plan.activity_of(**documents)
     chosen = {**opening.origin(peers, args.words), **_chosen(plan, args, source.axes, activity)}
     _open(peers, args, plan, chosen)
-    output = Output(peers, args.output, _results(plan.problem, args.backward), chosen, (args.input,), args.max_message)
+    results, axes = _results(plan.problem, args.backward), source.grid_of("q")
+    output = Output(peers, args.output, results, chosen, (args.input,), args.max_message, grid=axes)
     try:
         results, local, odd = _compute(job, args, plan, source, documents, activity)
         plan.close()  # frees its buffers before the verification
@@ -280,6 +287,9 @@ def _chosen(plan, args, axes, activity):
         "transport": plan.transport or None,
         "documents_k": args.documents_k,
     }
+    if args.grid is not None:
+        dims = [len(of_axis) for of_axis in plan.q_layout.sizes]
+        asked |= {"grid": "x".join(map(str, args.grid)), "dims": "x".join(map(str, dims))}
     if args.padding:
         of_batch = padding_of(activity.documents, p.batch, p.seqlen, p.seqlen_k)
         asked |= dict(zip(("padding", "padding_k"), of_batch))

@@ -1,6 +1,7 @@
 """Options that several subcommands share, with the same text and meaning everywhere."""
 
 import argparse
+from math import prod
 from typing import Any
 
 from ..backends.registry import AUTO, REGISTRY, usages
@@ -12,7 +13,8 @@ from ..model.machine import BUILT_IN
 from ..model.search import SAME_TIME
 from ..model.space import DIRECTIONS
 from ..problem.byte_counts import byte_count
-from ..problem.layout import LAYOUTS
+from ..problem.grid import even_dims
+from ..problem.layout import LAYOUTS, Layout
 from ..problem.problem import ALIASES, ITEMSIZE
 from ..schedule.route import ROUTES
 
@@ -36,6 +38,17 @@ def parse_window(text):
             f"{text!r} is not a window; write LEFT,RIGHT, for example 1024,0; leave a side empty for no limit"
         ) from None
     return left, right
+
+
+def parse_numbers(text):
+    """A tuple of whole numbers from 1 on, from the text of --grid and --dims: 721x1440."""
+    try:
+        numbers = tuple(int(part) for part in text.split("x"))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape; write whole numbers with x between, as in 721x1440")
+    return numbers
 
 
 def parse_dtype(text):
@@ -109,6 +122,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ),
     "layout": dict(
         **_one_of(LAYOUTS), help="which tokens a rank holds; auto: the shortest predicted time (default: %(default)s)"
+    ),
+    "grid": dict(
+        type=parse_numbers,
+        metavar="SHAPE",
+        help="the tokens are the points of a grid in C order, for example 721x1440, and every rank holds a block of "
+        "it, as on MPI's Cartesian communicators (instead of --layout)",
+    ),
+    "dims": dict(
+        type=parse_numbers,
+        metavar="DIMS",
+        help="ranks along the axes of --grid, for example 4x4; axes of which there are none are not divided "
+        "(default: as MPI_Dims_create does, as equal as they can be)",
     ),
     "mesh-layout": dict(
         **_one_of(LAYOUTS),
@@ -241,6 +266,33 @@ def add_timeout(parser, seconds=None, default="600 or ten times the predicted ti
         help="how long a rank waits for others before it reports whom it waits for and ends the job "
         f"(default: {default}; inf: for ever)",
     )
+
+
+def tokens_of(args):
+    """The tokens of --seqlen or, without it, of --grid; raises ArgumentError."""
+    if args.seqlen is None and args.grid is None:
+        raise ArgumentError("--seqlen is missing; give it, or --grid")
+    return prod(args.grid) if args.seqlen is None else args.seqlen
+
+
+def layout_of(args, ranks, seqlen, seqlen_k=None):
+    """The layout that --layout or --grid and --dims ask for, of so many tokens on some ranks; raises ArgumentError."""
+    if args.grid is None:
+        if args.dims is not None:
+            raise ArgumentError("--dims are given without --grid, whose blocks they would number")
+        return args.layout
+    text, points = "x".join(map(str, args.grid)), prod(args.grid)
+    if args.layout != "auto":
+        raise ArgumentError(f"--layout is {args.layout!r}; with --grid ranks hold the blocks of the grid")
+    if {points} != {seqlen, seqlen if seqlen_k is None else seqlen_k}:
+        tokens = f"{seqlen} queries and {seqlen_k} keys" if seqlen_k not in (None, seqlen) else f"{seqlen} tokens"
+        raise ArgumentError(f"--grid is {text}, of {points} points; it must be of the {tokens}")
+    dims = even_dims(ranks, len(args.grid)) if args.dims is None else args.dims
+    if len(dims) > len(args.grid):
+        raise ArgumentError(f"--dims is {'x'.join(map(str, dims))}; it may have at most the axes of --grid {text}")
+    if prod(dims) != ranks:
+        raise ArgumentError(f"--dims is {'x'.join(map(str, dims))}, {prod(dims)} ranks; there are {ranks}")
+    return Layout.grid(args.grid, dims)
 
 
 def check_least(name, number, least):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import ArgumentError
-from ..problem.layout import Layout, within
+from ..problem.layout import Layout
 
 
 def dealt(tokens, turn, ranks, run):
@@ -42,17 +42,16 @@ class _Placed:
     def ranges(self, rank, first, stop):
         """Positions of a rank's tokens in [first, stop), as ranges in increasing order."""
         first, stop = first - self.start, stop - self.start
-        cut = (tokens[slice(*within(tokens, first, stop))] for tokens in self.layout.ranges(rank))
-        return [range(t.start + self.start, t.stop + self.start, t.step) for t in cut if t]
+        _, cut = self.layout.between(rank, first, stop)
+        return [range(t.start + self.start, t.stop + self.start, t.step) for t in cut]
 
     def before(self, rank, stop):
         """Number of a rank's tokens below `stop`; elementwise for arrays."""
-        stop = np.asarray(stop, np.int64) - self.start
-        return sum(np.clip(-(-(stop - t.start) // t.step), 0, len(t)) for t in self.layout.ranges(rank))
+        return self.layout.below(rank, np.asarray(stop, np.int64) - self.start)
 
     def counts(self, ranks, stop):
         """Number of tokens below `stop` on every rank: int64 (ranks,)."""
-        return np.array([sum(map(len, self.ranges(rank, self.start, stop))) for rank in range(ranks)], np.int64)
+        return np.array([self.before(rank, stop) for rank in range(ranks)], np.int64)
 
     def room(self, stop):
         """Number of tokens that this piece can take from `stop` on; None for no limit."""

@@ -15,6 +15,7 @@ import numpy as np
 from ..errors import FileError
 from ..problem.problem import ITEMSIZE, dtype_name
 from ..system.os_errors import reason
+from . import grids
 
 INPUTS = ("q", "k", "v")
 LISTED = 40  # an error lists at most this many datasets
@@ -89,11 +90,16 @@ def natural(shape, axes="bshd"):
     return tuple(shape) if axes == "bshd" or len(shape) != 4 else (shape[0], shape[2], shape[1], shape[3])
 
 
-def _transfer(dataset, starts, array):
+def token_axis(shape, axes="bshd"):
+    """The axis of the tokens of a tensor in the order `axes`, or of a row of numbers a head, (batch, heads, seqlen)."""
+    return 1 if axes == "bshd" and len(shape) != 3 else 2
+
+
+def _transfer(dataset, starts, array, axis):
     """Arguments of an HDF5 transfer from or to the indices `starts`: spaces, the array, its type."""
     memory, stored = h5py.h5s.create_simple(array.shape), dataset.id.get_space()
     if array.size:
-        stored.select_hyperslab(starts, array.shape)
+        grids.select(stored, starts, array.shape, axis)
     else:
         memory.select_none()
         stored.select_none()
@@ -102,23 +108,24 @@ def _transfer(dataset, starts, array):
     return memory, stored, plain, kind if isinstance(kind, h5py.h5t.TypeOpaqueID) else stored_type(array.dtype)
 
 
-def read(dataset, starts, shape, how=None, into=None):
+def read(dataset, starts, shape, how=None, into=None, axis=0):
     """The elements of a dataset from the indices `starts` on, in native byte order.
 
-    how: transfer properties.  into: the array of this shape and dtype to read into; by default a new one.
+    how: transfer properties.  into: the array of this shape and dtype to read into; by default a new one.  axis: that
+    of the tokens, for which the dataset may have the axes of a grid.
     """
     there = into is not None and into.flags.c_contiguous
     array = into if there else np.empty(shape, dtype_of(dataset))
-    dataset.id.read(*_transfer(dataset, starts, array), dxpl=how)
+    dataset.id.read(*_transfer(dataset, starts, array, axis), dxpl=how)
     if into is None or there:
         return array
     into[...] = array
     return into
 
 
-def write(dataset, starts, array, how=None):
-    """Write an array into a dataset from the indices `starts` on.  how: transfer properties."""
-    dataset.id.write(*_transfer(dataset, starts, np.ascontiguousarray(array)), dxpl=how)
+def write(dataset, starts, array, how=None, axis=0):
+    """Write an array into a dataset from the indices `starts` on.  how, axis: as of `read`."""
+    dataset.id.write(*_transfer(dataset, starts, np.ascontiguousarray(array), axis), dxpl=how)
 
 
 def contents(file):
@@ -250,12 +257,12 @@ def check_order(argument, path, q, k):
             )
 
 
-def read_shapes(path, axes=None, backward=False, names=None):
+def read_shapes(path, axes=None, backward=False, names=None, grid=None):
     """The keyword arguments of `Problem` that an input file determines, and the order of its datasets' dimensions.
 
     axes: that order, one of AXES, or None: as the file says, else "bshd".  backward: the file must hold dout too, the
     gradient of the result.  names: role ("q", ...) -> name of the dataset, where they differ.  A file with an attribute
-    value_dim needs no v: a value is then as many numbers of its key.
+    value_dim needs no v: a value is then as many numbers of its key.  grid: its shape, if datasets may have its axes.
     Raises FileError where the file does not fit.
     """
     if not os.path.isfile(path):
@@ -274,7 +281,8 @@ def read_shapes(path, axes=None, backward=False, names=None):
                     f"IN is {str(path)!r}; it has no dataset {dataset!r}, it must have {needs}, or "
                     f"datasets that --names names; it has{listing(contents(file)) or ' none'}"
                 )
-            tensors[name] = data.shape, dtype_of(data)
+            shape = grids.flat(data.shape, token_axis(data.shape, order or AXES[0]), grid)
+            tensors[name] = shape, dtype_of(data)
     problem = problem_of("IN", path, tensors, order or AXES[0], value_dim)
     if order is None:
         check_order("IN", path, tensors["q"][0], tensors["k"][0])

@@ -24,7 +24,7 @@ from ..errors import FileError
 from ..problem.layout import Layout
 from ..system import partial_files
 from ..system.atomic_file import HDF5, NewFile
-from . import hdf5
+from . import grids, hdf5
 from .hdf5 import create_datasets, dtype_of, file_errors, natural, needed_bytes, place_of, read_shapes, reserve
 from .lines import Lines
 from .own_tokens import OwnTokens
@@ -56,9 +56,9 @@ def _on_one_host(peers):
 
 
 def _write_tokens(dataset, start, rows, axis):
-    starts = [0] * dataset.ndim
+    starts = [0] * rows.ndim
     starts[axis] = start
-    hdf5.write(dataset, tuple(starts), np.moveaxis(rows, 0, axis), _collective())
+    hdf5.write(dataset, tuple(starts), np.moveaxis(rows, 0, axis), _collective(), axis)
 
 
 class _Source(NamedTuple):
@@ -108,12 +108,15 @@ class Input:
     shapes, axes: what look(path, axes) returns: by default the keyword arguments of `Problem` that the file determines,
     and the order of dimensions in the file, one of `mpiattn.files.hdf5.AXES`.  Arrays are returned in the order bshd.
     max_message: as for `MeshAttention`.  argument: its name in errors.  names: role ("q", ...) -> name of the dataset,
-    where they differ.  axes: the order, None if nobody says it.  call: as for `agreement`.
+    where they differ.  axes: the order, None if nobody says it.  call: as for `agreement`.  grid: the shape of a grid
+    whose points are the tokens, if datasets may have its axes for them; see `grid_of`.
     """
 
-    def __init__(self, peers, path, max_message=MAX_MESSAGE, look=None, argument="IN", names=None, axes=None, call=""):
+    def __init__(
+        self, peers, path, max_message=MAX_MESSAGE, look=None, argument="IN", names=None, axes=None, call="", grid=None
+    ):
         self.peers, self.path, self.max_message, self.argument = peers, path, max_message, argument
-        self.names, self._watched, self._sources = names or {}, None, {}
+        self.names, self._watched, self._sources, self._grid = names or {}, None, {}, grid
         with agreement(peers, call=call):  # every rank looks itself: hosts may see different files
             look = look or partial(read_shapes, names=names)
             self.shapes, self.axes = look(path, axes)
@@ -146,10 +149,19 @@ class Input:
         """The `_Source` of a role, "q" and so on; made once, since a cache reads its sequences one by one."""
         if name not in self._sources:
             data = self.file[self.names.get(name, name)]
-            self._sources[name] = _Source(
-                data, natural(data.shape, self.axes), dtype_of(data), place_of(data, self.file)
-            )
+            place, shape = place_of(data, self.file), grids.flat(data.shape, self._token_axis, self._grid)
+            if place:
+                place = place[0], shape, place[2]
+            self._sources[name] = _Source(data, natural(shape, self.axes), dtype_of(data), place)
         return self._sources[name]
+
+    @property
+    def _token_axis(self):
+        return hdf5.token_axis("bshd", self.axes)
+
+    def grid_of(self, name):
+        """The grid if a dataset has its axes for the tokens, else None."""
+        return self._grid if self._source(name).data.ndim > 4 else None
 
     def chunks(self, wanted, progress=None):
         """This rank's chunks: arrays (batch, tokens, heads, dim), with tokens outermost in memory; collective.
@@ -211,7 +223,8 @@ class Input:
         if into is not None and self.axes == "bhsd":
             into = into.swapaxes(1, 2)
         with file_errors(self.argument, self.path, "read"):
-            array = hdf5.read(data, *(natural(numbers, self.axes) for numbers in place), how, into)
+            place = [natural(numbers, self.axes) for numbers in place]
+            array = hdf5.read(data, *place, how, into, self._token_axis)
         return array if self.axes == "bshd" else array.swapaxes(1, 2)
 
     def close(self):
@@ -230,9 +243,12 @@ class Output:
     dimensions in the file for tensors of four dimensions, which `write` takes in the order bshd.  inputs: files that
     must not be overwritten.  argument: its name in errors.  Attributes are written and the disk space of all datasets
     is allocated at the start, so that the file can be completed even if others fill the disk meanwhile.
+    grid: the shape of a grid whose points are the tokens, if datasets are to have its axes for them.
     """
 
-    def __init__(self, peers, path, shapes, attributes=None, inputs=(), max_message=MAX_MESSAGE, argument="OUT"):
+    def __init__(
+        self, peers, path, shapes, attributes=None, inputs=(), max_message=MAX_MESSAGE, argument="OUT", grid=None
+    ):
         self.peers, self.path, self.max_message, self.argument = peers, path, max_message, argument
         self.axes = axes = (attributes or {}).get("axes", "bshd")
         self.new = self.file = self.partial = self._staged = None
@@ -241,9 +257,12 @@ class Output:
                 if peers.rank == 0:
                     self.new = NewFile(argument, path, inputs, HDF5)
                     with hdf5.writing(self.new.partial, create=True) as file:
-                        create_datasets(
-                            file, {name: (natural(shape, axes), dtype) for name, (shape, dtype) in shapes.items()}
-                        )
+                        stored = {name: natural(shape, axes) for name, (shape, _) in shapes.items()}
+                        stored = {
+                            name: grids.spread(shape, hdf5.token_axis(shape, axes), grid)
+                            for name, shape in stored.items()
+                        }
+                        create_datasets(file, {name: (stored[name], dtype) for name, (_, dtype) in shapes.items()})
                         file.attrs.update(attributes or {})
                     reserve(self.new.partial)
             self.partial = peers.allgather(self.new and self.new.partial)[0]

@@ -65,8 +65,8 @@ def _of_many(layout: Layout, other: Layout) -> NDArray[np.int64]:
         return by_owner(ours * shape[1] + theirs, np.diff(both))
     # before position q * chunks + r come q tokens of each stripe, and one more of those below r
     q, r = np.divmod(cuts, shape[1])
-    more, less = (by_owner(owners * shape[1] + ends, np.ones_like(ends)) for ends in (r[1:], r[:-1]))
-    more -= less
+    ones = np.ones_like(owners)
+    more = by_owner(owners * shape[1] + r[1:], ones) - by_owner(owners * shape[1] + r[:-1], ones)
     tokens = more[:, ::-1].cumsum(axis=1)[:, ::-1] - more + by_owner(owners * shape[1], np.diff(q))[:, :1]
     return tokens if other.order is None else tokens[:, other.order]
 

@@ -76,6 +76,15 @@ def of_grid(shape: Any, cart: Any, sizes: Any) -> tuple[Blocks, tuple[int, ...] 
     return tuple(blocks), order
 
 
+def even_dims(ranks: int, axes: int) -> tuple[int, ...]:
+    """Numbers of ranks along some axes, none smaller than the next and as equal as they can be, as MPI_Dims_create."""
+    if axes == 1:
+        return (ranks,)
+    factors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    ways = [(n, *even_dims(ranks // n, axes - 1)) for n in factors]
+    return min(way for way in ways if list(way) == sorted(way, reverse=True))
+
+
 def checked_blocks(sizes: Any, seqlen: int, chunks: int) -> Blocks:
     """The lengths of blocks along every axis as tuples.  Raises ArgumentError."""
     if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not sizes:

@@ -102,21 +102,20 @@ class Layout:
             object.__setattr__(self, "sizes", checked_blocks(self.sizes, self.seqlen, self.chunks))
         elif self.sizes is not None:
             self._check_sizes()
-        if self.pieces is None:
-            if self.kind == RANGES:
-                raise ArgumentError("layout is 'ranges' without pieces; Layout.of_ranges makes it")
-        elif (self.kind, self.seqlen, self.chunks) != (RANGES, self.pieces.seqlen, self.pieces.chunks):
+        if self.kind == RANGES and self.pieces is None:
+            raise ArgumentError("layout is 'ranges' without pieces; Layout.of_ranges makes it")
+        of_pieces = self.pieces and (RANGES, self.pieces.seqlen, self.pieces.chunks)
+        if of_pieces not in (None, (self.kind, self.seqlen, self.chunks)):
             raise ArgumentError(
-                f"layout is {self.kind!r} with ranges of {self.pieces.seqlen} tokens on {self.pieces.chunks} ranks; it "
-                f"must be of {self.seqlen} on {self.chunks}, by Layout.of_ranges"
+                f"layout is {self.kind!r} of {self.seqlen} tokens on {self.chunks} ranks, with pieces of "
+                f"{self.pieces}; only Layout.of_ranges gives a layout pieces, which are of its tokens and ranks"
             )
 
     def _check_sizes(self) -> None:
         sizes = self.sizes
         if not (isinstance(sizes, Iterable) and all(isinstance(size, Integral) for size in sizes)):
             raise ArgumentError(f"sizes is {sizes!r}; it must be whole numbers, one a chunk")
-        sizes = tuple(map(int, sizes))
-        object.__setattr__(self, "sizes", sizes)
+        sizes = self.__dict__["sizes"] = tuple(map(int, sizes))
         if self.kind != "contiguous":
             raise ArgumentError(f"sizes are given with layout {self.kind!r}; only 'contiguous' and 'grid' take them")
         if len(sizes) != self.chunks or sum(sizes) != self.seqlen or min(sizes) < 0:
@@ -220,7 +219,7 @@ class Layout:
         return hash((self.kind, self.seqlen, self.chunks, self.sizes, self.order, self.pieces))
 
     def __repr__(self) -> str:
-        names = ["kind", "seqlen", "chunks", "sizes", "order", *(["pieces"] if self.pieces else [])]
+        names = "kind", "seqlen", "chunks", "sizes", "order", *(("pieces",) if self.pieces else ())
         return f"Layout({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -367,6 +366,28 @@ class Layout:
             return chunks[np.searchsorted(cuts[1:], positions, side="right")]
         chunk = positions % self.chunks
         return chunk if self.order is None else np.argsort(self.order)[chunk]
+
+    def below(self, chunk: int, positions: ArrayLike) -> NDArray[np.int64]:
+        """The number of a chunk's tokens before each position.
+
+        Parameters
+        ----------
+        chunk : int
+            Number of the chunk, from 0.
+        positions : array_like of int
+            Positions in the sequence, or past it.
+
+        Returns
+        -------
+        ndarray of int64, shape of positions
+        """
+        positions = np.asarray(positions, np.int64)
+        if self._pieces is not None:
+            return self._pieces.below(chunk, positions)
+        before = np.zeros_like(positions)
+        for tokens in self.ranges(chunk):
+            before += (-(-(positions - tokens.start) // tokens.step)).clip(0, len(tokens))
+        return before
 
     def length(self, chunk: int) -> int:
         """The number of tokens in a chunk.

@@ -163,6 +163,14 @@ class Pieces:
         lows, highs = starts[at:end].clip(min=start), stops[at:end].clip(max=stop)
         return begun, [range(low, high) for low, high in zip(lows.tolist(), highs.tolist()) if low < high]
 
+    def below(self, chunk: int, positions: IntArray) -> IntArray:
+        """As `Layout.below`."""
+        starts, stops, before, first = self.by_chunk
+        some = slice(first[chunk], first[chunk + 1])
+        starts, ends = starts[some], np.append((before + stops - starts)[some], 0)
+        at = starts.searchsorted(positions, "left") - 1  # the last piece that begins before
+        return np.minimum(np.append(before[some], 0)[at] + positions - np.append(starts, 0)[at], ends[at]) * (at >= 0)
+
     def positions(self, chunk: int) -> IntArray:
         """The tokens of a chunk, as `Layout.positions`."""
         starts, stops, before, first = self.by_chunk

@@ -3,9 +3,11 @@
 The counting communicator knows nothing of plans: it reads sizes off the buffers and counts it is given.
 """
 
+import random
 from dataclasses import replace
 from itertools import product
 
+import divisions
 import numpy as np
 import pytest
 from dense import draw, draw_all
@@ -75,6 +77,10 @@ def uneven(comm, seqlen):
     return Layout("contiguous", seqlen, comm.size, tuple(sizes)) if comm.size > 1 else "contiguous"
 
 
+def any_ranges(comm, seqlen):
+    return divisions.ranges(random.Random(comm.size), seqlen, comm.size)
+
+
 def lengths(layout):
     return [layout.length(rank) for rank in range(layout.chunks)]
 
@@ -88,7 +94,7 @@ def hops_that_send(q_lengths, k_lengths, tile, rank):
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float16", marks=pytest.mark.many), "float32", "float64"])
-@pytest.mark.parametrize("layout", ["striped", uneven])
+@pytest.mark.parametrize("layout", ["striped", uneven, pytest.param(any_ranges, marks=pytest.mark.many)])
 def test_case_22_bytes_are_the_formula(comm, layout, dtype):
     shape = {
         "batch": 2,

@@ -104,6 +104,24 @@ def test_progress_within_pieces(group):
         assert all(0 < part <= most for part in parts)
 
 
+@on(4)
+@pytest.mark.parametrize("tile", [(1, 2, 2), (2, 1, 2), (4, 1, 1)])
+def test_from_a_grid_and_back(group, tile):
+    """Blocks of many rows each: what goes from a rank to another is one message, and the bytes are the formula's."""
+    cart = group.Create_cart((2, 2), reorder=True)
+    grid = {**PROBLEM, "tile": tile, "layout": Layout.grid((6, 9), cart)}
+    cart.Free()
+    for kv_heads, batch, mesh_layout in ((4, 1, "striped"), (1, 2, "zigzag"), (12, 4, "contiguous")):
+        how = {**grid, "mesh_layout": mesh_layout, "kv_heads": kv_heads, "batch": batch}
+        check(group, seqlen=54, **how)
+        with MeshAttention(group, seqlen=54, **narrow(how), backend=BACKENDS[0]) as plan:
+            regrouping, chunks = plan._decision.regrouping, my_chunks(plan, *draw(plan.problem))
+            nbytes, _ = count(plan, lambda plan=plan, chunks=chunks: plan.forward(*chunks))
+            assert nbytes == plan.formula()
+            peers = [peer for peer, _ in regrouping.messages(plan._mesh.rank, "forward")]
+            assert max(map(peers.count, peers)) <= 5, "q, k, v, out and lse"
+
+
 @on(2, 4)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_dtypes(group, dtype):

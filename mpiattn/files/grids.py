@@ -1,0 +1,44 @@
+"""Datasets whose tokens are the points of a grid, in C order: they have the grid's axes where others have one."""
+
+from math import prod
+
+from h5py import h5s
+
+
+def flat(shape, axis, grid):
+    """The shape of a tensor with one axis of tokens, from one that may have the axes of `grid` there."""
+    if grid is None or len(shape) != 3 + len(grid) or tuple(shape[axis : axis + len(grid)]) != tuple(grid):
+        return tuple(shape)
+    return (*shape[:axis], prod(grid), *shape[axis + len(grid) :])
+
+
+def spread(shape, axis, grid):
+    """The inverse of `flat`; None for no grid."""
+    return tuple(shape) if grid is None else (*shape[:axis], *grid, *shape[axis + 1 :])
+
+
+def boxes(start, count, grid):
+    """Some consecutive points as boxes in order, (first point, shape) by axis: at most two an axis, less one."""
+    if len(grid) == 1:
+        return [((start,), (count,))] if count else []
+    row, stop = prod(grid[1:]), start + count
+
+    def within(number, first, last):
+        return [((number, *at), (1, *shape)) for at, shape in boxes(first, last - first, grid[1:])]
+
+    first, last = -(-start // row), stop // row
+    if first > last:  # all in one row
+        return within(last, start - last * row, stop - last * row)
+    before = within(first - 1, start % row, row) if start % row else []
+    between = [((first, *[0] * len(grid[1:])), (last - first, *grid[1:]))] if first < last else []
+    return before + between + (within(last, 0, stop - last * row) if stop % row else [])
+
+
+def select(space, starts, shape, axis):
+    """Select the elements from the indices `starts` on, of this shape, of tensors with one axis of tokens, `axis`."""
+    grid = space.shape[axis : axis + len(space.shape) - len(shape) + 1]
+    how = h5s.SELECT_SET
+    for first, count in boxes(starts[axis], shape[axis], grid):
+        at, size = ((*ends[:axis], *inside, *ends[axis + 1 :]) for ends, inside in ((starts, first), (shape, count)))
+        space.select_hyperslab(at, size, op=how)
+        how = h5s.SELECT_OR
