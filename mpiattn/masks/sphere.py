@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..problem.interval_mask import IntervalMask
-from .pieces import all_cuts, in_pieces
+from .pieces import in_pieces, needed_cuts
 from .rows import of_cyclic_rows
 from .values import digest, fits, whole_numbers
 
@@ -94,7 +94,24 @@ class Sphere(IntervalMask):
         return in_pieces(lists, len(queries))
 
     def cuts(self, seqlen: int, seqlen_k: int) -> IntArray:
-        return all_cuts(self, seqlen, seqlen_k)
+        """Rows begin pieces, and columns at which a seen row's part comes to begin or ends to wrap."""
+        (steps, half), own = self._reach, np.array(self.row_lengths, np.int64)
+        rows = np.arange(self.rows)
+        other = own[(rows + steps[:, None]).clip(0, self.rows - 1)]
+        partly = (half >= 0) & (half < 1)
+        # Rows of another length: where few of their points are seen, or nearly all, it changes from column to column
+        # whether any or all are.
+        odd = partly & (own != other) & ((2 * half * other < 2 + other / own) | (2 * half * other > other - 2))
+        first, ratio = self._first[:-1], own / other
+        columns = [  # from which on: begin > 0, begin >= 0, end > length, end >= length
+            np.floor(half * own) + 1,
+            np.floor(half * own - ratio) + 1,
+            np.ceil(own - half * own),
+            np.ceil(own - half * own - ratio),
+        ]
+        places = [first, *((first + column.astype(np.int64).clip(0, own))[partly] for column in columns)]
+        places += [np.arange(first[row], first[row] + own[row]) for row in np.flatnonzero(odd.any(axis=0))]
+        return needed_cuts(self, np.concatenate(places), seqlen, seqlen_k)
 
 
 def sphere(row_lengths: Sequence[int], radius: float, latitudes: Sequence[float] | None = None) -> Sphere:
