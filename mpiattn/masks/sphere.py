@@ -84,11 +84,7 @@ class Sphere(IntervalMask):
             own = row[some]
             other = (own + steps[:, None]).clip(0, self.rows - 1)
             length, width = lengths[other], half[:, own]
-            middle = (queries[some] - first[own]) / lengths[own] * length
-            begin = np.ceil(middle - width * length).astype(np.int64)
-            end = np.floor(middle + width * length).astype(np.int64) + 1
-            whole = end - begin >= length
-            begin, end = np.where(whole, 0, begin), np.where(whole, length, end)
+            begin, end = _columns((queries[some] - first[own]) / lengths[own], width, length)
             return of_cyclic_rows(first[other], np.where(width >= 0, length, 0), begin, end)
 
         return in_pieces(lists, len(queries))
@@ -99,8 +95,7 @@ class Sphere(IntervalMask):
         rows = np.arange(self.rows)
         other = own[(rows + steps[:, None]).clip(0, self.rows - 1)]
         partly = (half >= 0) & (half < 1)
-        # Rows of another length: where few of their points are seen, or nearly all, it changes from column to column
-        # whether any or all are.
+        # of another row's length, where few points are seen or nearly all, any and all change from column to column
         odd = partly & (own != other) & ((2 * half * other < 2 + other / own) | (2 * half * other > other - 2))
         first, ratio = self._first[:-1], own / other
         columns = [  # from which on: begin > 0, begin >= 0, end > length, end >= length
@@ -110,8 +105,25 @@ class Sphere(IntervalMask):
             np.ceil(own - half * own - ratio),
         ]
         places = [first, *((first + column.astype(np.int64).clip(0, own))[partly] for column in columns)]
-        places += [np.arange(first[row], first[row] + own[row]) for row in np.flatnonzero(odd.any(axis=0))]
+        for step in np.flatnonzero(odd.any(axis=1)):
+            row = np.repeat(rows, np.where(odd[step], own, 0))
+            query = np.flatnonzero(np.repeat(odd[step], own))
+            length = other[step, row]
+            begin, end = _columns((query - first[row]) / own[row], half[step, row], length)
+            states = [begin < end, end - begin >= length, begin < 0, begin > 0, begin >= length]
+            states += [end > length, end >= length, end <= 0]
+            change = np.any([state[1:] != state[:-1] for state in states], axis=0)
+            places.append(query[1:][change | (begin[1:] > end[:-1])])
         return needed_cuts(self, np.concatenate(places), seqlen, seqlen_k)
+
+
+def _columns(turn: FloatArray, half: FloatArray, length: IntArray) -> tuple[IntArray, IntArray]:
+    """The columns [begin, end) of rows that are at most half a width from a longitude, in turns; before they wrap."""
+    middle = turn * length
+    begin = np.ceil(middle - half * length).astype(np.int64)
+    end = np.floor(middle + half * length).astype(np.int64) + 1
+    whole = end - begin >= length
+    return np.where(whole, 0, begin), np.where(whole, length, end)
 
 
 def sphere(row_lengths: Sequence[int], radius: float, latitudes: Sequence[float] | None = None) -> Sphere:
