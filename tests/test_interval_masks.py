@@ -67,6 +67,7 @@ def keeps_its_promise(mask, seqlen, seqlen_k):
         return
     assert cuts.tolist() == sorted({0, *cuts.tolist()}) if seqlen else not len(cuts)
     begin, end = mask.intervals(np.arange(seqlen), seqlen, seqlen_k)
+    assert cuts.tolist() == all_cuts(mask, seqlen, seqlen_k).tolist(), "too many or too few"
     pieces = list(zip(cuts, [*cuts[1:], seqlen]))
     for first, last in zip(begin, end):
         for start, stop in pieces:

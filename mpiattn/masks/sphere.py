@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..problem.interval_mask import IntervalMask
-from .pieces import all_cuts, in_pieces
+from .pieces import in_pieces, needed_cuts
 from .rows import of_cyclic_rows
 from .values import digest, fits, whole_numbers
 
@@ -84,17 +84,46 @@ class Sphere(IntervalMask):
             own = row[some]
             other = (own + steps[:, None]).clip(0, self.rows - 1)
             length, width = lengths[other], half[:, own]
-            middle = (queries[some] - first[own]) / lengths[own] * length
-            begin = np.ceil(middle - width * length).astype(np.int64)
-            end = np.floor(middle + width * length).astype(np.int64) + 1
-            whole = end - begin >= length
-            begin, end = np.where(whole, 0, begin), np.where(whole, length, end)
+            begin, end = _columns((queries[some] - first[own]) / lengths[own], width, length)
             return of_cyclic_rows(first[other], np.where(width >= 0, length, 0), begin, end)
 
         return in_pieces(lists, len(queries))
 
     def cuts(self, seqlen: int, seqlen_k: int) -> IntArray:
-        return all_cuts(self, seqlen, seqlen_k)
+        """Rows begin pieces, and columns at which a seen row's part comes to begin or ends to wrap."""
+        (steps, half), own = self._reach, np.array(self.row_lengths, np.int64)
+        rows = np.arange(self.rows)
+        other = own[(rows + steps[:, None]).clip(0, self.rows - 1)]
+        partly = (half >= 0) & (half < 1)
+        # of another row's length, where few points are seen or nearly all, any and all change from column to column
+        odd = partly & (own != other) & ((2 * half * other < 2 + other / own) | (2 * half * other > other - 2))
+        first, ratio = self._first[:-1], own / other
+        columns = [  # from which on: begin > 0, begin >= 0, end > length, end >= length
+            np.floor(half * own) + 1,
+            np.floor(half * own - ratio) + 1,
+            np.ceil(own - half * own),
+            np.ceil(own - half * own - ratio),
+        ]
+        places = [first, *((first + column.astype(np.int64).clip(0, own))[partly] for column in columns)]
+        for step in np.flatnonzero(odd.any(axis=1)):
+            row = np.repeat(rows, np.where(odd[step], own, 0))
+            query = np.flatnonzero(np.repeat(odd[step], own))
+            length = other[step, row]
+            begin, end = _columns((query - first[row]) / own[row], half[step, row], length)
+            states = [begin < end, end - begin >= length, begin < 0, begin > 0, begin >= length]
+            states += [end > length, end >= length, end <= 0]
+            change = np.any([state[1:] != state[:-1] for state in states], axis=0)
+            places.append(query[1:][change | (begin[1:] > end[:-1])])
+        return needed_cuts(self, np.concatenate(places), seqlen, seqlen_k)
+
+
+def _columns(turn: FloatArray, half: FloatArray, length: IntArray) -> tuple[IntArray, IntArray]:
+    """The columns [begin, end) of rows that are at most half a width from a longitude, in turns; before they wrap."""
+    middle = turn * length
+    begin = np.ceil(middle - half * length).astype(np.int64)
+    end = np.floor(middle + half * length).astype(np.int64) + 1
+    whole = end - begin >= length
+    return np.where(whole, 0, begin), np.where(whole, length, end)
 
 
 def sphere(row_lengths: Sequence[int], radius: float, latitudes: Sequence[float] | None = None) -> Sphere:
