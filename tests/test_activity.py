@@ -7,8 +7,9 @@ import divisions
 import numpy as np
 import pytest
 
+from mpiattn.problem.group import Group
 from mpiattn.problem.layout import Layout
-from mpiattn.problem.mask import PIECE, Group, Mask
+from mpiattn.problem.mask import PIECE, Mask
 from mpiattn.schedule.needed import Activity
 from mpiattn.schedule.ranges import increasing
 from mpiattn.schedule.tile import Tile

@@ -8,8 +8,9 @@ import pytest
 
 from mpiattn.model.pairs import Pairs
 from mpiattn.model.workload import Load, Work
+from mpiattn.problem.group import Group
 from mpiattn.problem.layout import LAYOUTS, Layout
-from mpiattn.problem.mask import Group, Mask
+from mpiattn.problem.mask import Mask
 from mpiattn.schedule.needed import Activity
 from mpiattn.schedule.ranges import cover, runs_of, total
 from mpiattn.schedule.tile import tiles
@@ -51,7 +52,7 @@ def masks(draw, kinds=(Mask, Ahead, Skips)):
         cuts = tuple(sorted(draw(st.lists(st.integers(0, seqlen), min_size=2, max_size=6))))
     own = {"ahead": draw(st.none() | st.integers(0, 9))} if kind is Ahead else {}
     window = draw(st.tuples(SIDES, SIDES))
-    return kind(seqlen, seqlen_k, causal, window, draw(st.sampled_from([0, prefix])), block, cuts, **own)
+    return kind(seqlen, seqlen_k, causal, window, draw(st.sampled_from([0, prefix])), block, cuts=cuts, **own)
 
 
 def intervals(mask, documents=None):

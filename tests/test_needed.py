@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from interval_masks import random_mask
 
+from mpiattn.problem.group import Group
 from mpiattn.problem.layout import LAYOUTS, Layout
-from mpiattn.problem.mask import Group
 from mpiattn.problem.problem import Problem
 from mpiattn.schedule import travels
 from mpiattn.schedule.kinds import IN_COLUMNS, KINDS

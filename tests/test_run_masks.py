@@ -10,7 +10,8 @@ import warm
 from files import assert_right, write_input
 from launch import mpirun
 
-from mpiattn.problem.mask import Group, Mask
+from mpiattn.problem.group import Group
+from mpiattn.problem.mask import Mask
 
 RUN = [sys.executable, "-m", "mpiattn", "run"]
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1.5e-2, "float64": 1e-10}

@@ -10,7 +10,7 @@ from ..problem.documents import documents
 
 if TYPE_CHECKING:
     from ..problem.documents import PerDocument
-    from ..problem.mask import Group
+    from ..problem.group import Group
     from ..problem.problem import Problem
 
 

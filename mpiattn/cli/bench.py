@@ -33,7 +33,6 @@ examples:
 
 import argparse
 import math
-from dataclasses import asdict
 
 from ..bench import decode, environment, limits, measure, report
 from ..bench.cases import cases
@@ -68,7 +67,7 @@ def add_arguments(parser):
     parser.add_argument("--head-dim", type=int, default=128, metavar="D", help="elements of a head (default: 128)")
     options.add(parser, *options.VALUES, "batch")
     options.add_dtype(parser)
-    options.add(parser, *options.MASKS)
+    options.add(parser, *options.MASKS, "mask")
     options.add_direction(parser, "which passes to measure, and to choose for")
     parser.add_argument(
         "--tile",
@@ -147,9 +146,11 @@ def _sweep(job, args):
     with agreement(peers):
         planes = args.heads, args.kv_heads or args.heads, args.batch
         seqlens = [math.prod(args.grid)] if args.grid is not None and args.seqlen == SEQLEN else args.seqlen
+        mask = options.mask_of(args)
         layouts = [options.layout_of(args, comm.size, seqlen) for seqlen in seqlens]
         asked = cases(comm.size, seqlens, args.tile, args.schedule, args.route, args.no_overlap, planes)
-    how = options.given(args, *options.SHAPE, *options.MASKS, *PLAN, "direction", "timeout") | {"layout": layouts[0]}
+    how = options.given(args, *options.SHAPE, *options.MASKS, *PLAN, "direction", "timeout")
+    how |= {"layout": layouts[0], "mask": mask}
     data, passes = {"mpiattn": __version__, "ranks": comm.size, **_environment(peers)}, []
     for number, of_size in enumerate(asked, 1):
         measured = measure.measure(job, of_size, how, DIRECTIONS[args.direction], args.runs, args.warmup)
@@ -196,7 +197,7 @@ def _problem(problem):
     """The part of a problem that is the same for all sizes."""
     return {
         name: list(value) if isinstance(value, tuple) else value
-        for name, value in asdict(problem).items()
+        for name, value in problem.as_dict().items()
         if name not in ("seqlen", "seqlen_k")
     }
 

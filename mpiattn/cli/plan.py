@@ -57,7 +57,7 @@ def add_arguments(parser):
     options.add(parser, *options.VALUES)
     parser.add_argument("--seqlen-k", type=int, help="key-value tokens (default: --seqlen)")
     parser.add_argument("--batch", type=int, default=1, help="sequences (default: %(default)s)")
-    options.add(parser, *options.MASKS)
+    options.add(parser, *options.MASKS, "mask")
     parser.add_argument(
         "--documents",
         metavar="FILE",
@@ -104,6 +104,7 @@ def run(args):
         prefix=args.prefix,
         causal_block=args.causal_block,
         window=args.window,
+        mask=options.mask_of(args),
         wire_dtype=args.wire_dtype,
     )
     given = None if args.documents is None else read_file("--documents", args.documents)
@@ -138,7 +139,7 @@ def run(args):
     data = {
         "mpiattn": __version__,
         "ranks": args.ranks,
-        "problem": asdict(problem),
+        "problem": problem.as_dict(),
         "direction": args.direction,
         "route": args.route,
         "schedule": args.schedule,

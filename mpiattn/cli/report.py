@@ -3,15 +3,13 @@
 Each rank contributes a dict: its tokens, its pairs, what it sent and waited in each pass, and its memory.
 """
 
-from dataclasses import asdict
-
 from ..console.table import duration, facts, percent, size
 from ..model.machine import PRODUCTS
 from ..model.workload import balance
 from ..system.words import number, span
 
 AS_MUCH = 0.01  # share by which bytes may differ and still are called as many
-MASKS = ("prefix", "causal_block", "window", "softcap", "documents", "documents_k")
+MASKS = ("prefix", "causal_block", "window", "mask", "softcap", "documents", "documents_k")
 
 
 def _flops(problem, ranks):
@@ -41,7 +39,7 @@ def as_json(args, plan, chosen, seconds, ranks, reports, odd):
         "input": args.input,
         "output": args.output,
         **chosen,
-        "problem": asdict(problem),
+        "problem": problem.as_dict(),
         "flops": _flops(problem, ranks),
         "gflops_per_second": _speeds(problem, seconds, ranks),
         "balance": _balance(ranks),

@@ -58,7 +58,7 @@ def add_arguments(parser):
     add_names(parser)
     parser.add_argument("--backward", action="store_true", help="gradients too: dq, dk, dv of sum(dout * out)")
     options.add_axes(parser, "IN and OUT")
-    options.add(parser, *options.MASKS, "documents", "documents-k")
+    options.add(parser, *options.MASKS, "mask", "documents", "documents-k")
     options.add_padding(parser, "the first document")
     options.add(parser, "softcap", "scale", "layout", "grid", "dims", *PLAN)
     options.add_max_message(parser)
@@ -97,11 +97,13 @@ def _run(job, args):
     ) | ({"padding": True} if args.padding else {})
     with agreement(peers):
         check_documents(Problem(**source.shapes), **documents)
+        mask = options.mask_of(args)
         layout = options.layout_of(args, comm.size, source.shapes["seqlen"], source.shapes["seqlen_k"])
     plan = MeshAttention(
         comm,
         **source.shapes,
         **options.given(args, *options.MASKS, "softcap", "scale", *PLAN),
+        mask=mask,
         layout=layout,
         **options.given(args, "max-message", "max-memory", "machine", "timeout"),
         direction="both" if args.backward else "forward",
@@ -253,14 +255,14 @@ def _write(output, plan, results):
 def _local(comm, plan, activity):
     """The work of this rank; pairs: of one head, summed over the batch; empty: tokens of the batch that see no key."""
     entries = plan.problem.batch // len(activity.documents or [0])  # batch entries per group of documents
-    begin, end = plan.problem.whole_mask.key_interval(plan.positions, activity.documents)
+    begin, end = plan.problem.whole_mask.key_intervals(plan.positions, activity.documents)
     return {
         "rank": comm.rank,
         "host": socket.gethostname(),
         "tokens": len(plan.positions),
         "tokens_k": len(plan.positions_k),
         "pairs": entries * plan.pairs(activity),
-        "empty": entries * int((begin >= end).sum()),
+        "empty": entries * int((begin >= end).all(axis=0).sum()),
     }
 
 
@@ -282,6 +284,7 @@ def _chosen(plan, args, axes, activity):
     asked = {
         "prefix": p.prefix or None,
         "causal_block": p.causal_block,
+        "mask": None if p.mask is None else str(p.mask),
         "softcap": p.softcap,
         "documents": args.documents,
         "transport": plan.transport or None,

@@ -8,6 +8,7 @@ from ..backends.registry import AUTO, REGISTRY, usages
 from ..comm.transport import TRANSPORTS
 from ..errors import ArgumentError
 from ..files.hdf5 import AXES
+from ..masks.text import HELP, parse
 from ..model.cost import SCHEDULES
 from ..model.machine import BUILT_IN
 from ..model.search import SAME_TIME
@@ -95,6 +96,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         metavar="LEFT,RIGHT",
         help="a query sees LEFT keys before and RIGHT keys after its own position; a side that is left empty has no "
         "limit. '1024,0' is a causal sliding window; '512,' is 512 keys before and all after",
+    ),
+    "mask": dict(
+        metavar="MASK",
+        help=f"a query sees only the keys that this mask shows too. MASK is in quotation marks, one of: {HELP}",
     ),
     "documents": dict(
         metavar="SPEC",
@@ -273,6 +278,11 @@ def tokens_of(args):
     if args.seqlen is None and args.grid is None:
         raise ArgumentError("--seqlen is missing; give it, or --grid")
     return prod(args.grid) if args.seqlen is None else args.seqlen
+
+
+def mask_of(args):
+    """The mask that --mask asks for, None for none; raises ArgumentError."""
+    return None if args.mask is None else parse(args.mask, args.grid)
 
 
 def layout_of(args, ranks, seqlen, seqlen_k=None):

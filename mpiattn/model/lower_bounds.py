@@ -63,11 +63,11 @@ class LowerBounds:
         problem, work, machine, blocks = self._problem, self._work, self._machine, self._blocks
         queries, keys = (lengths[chunks] for lengths, chunks in zip(work.lengths, (blocks.q, blocks.k)))
         pairs = work.counts.at(blocks.q, blocks.k)
-        of_blocks, launched = edges(pairs, queries, keys, work.keys_seen), (pairs > 0).sum(axis=1)
+        of_blocks, launched = edges(pairs, queries, keys, work), (pairs > 0).sum(axis=1)
         of_rows = np.maximum.reduceat(of_blocks.reshape(-1, len(blocks.ranks)), blocks.rows)
         extra = np.stack([of_blocks.sum(axis=1), np.add.reduceat(of_rows, blocks.tiles)])
         timed = pairs.sum(axis=1) + machine.edge_keys(problem.dtype) * extra
-        launching = machine.launch * np.stack([launched, launched > 0])
+        launching = machine.launch * work.lists * np.stack([launched, launched > 0])
         for direction in self._passes:
             yield machine.compute(problem.flops_per_pair * timed, problem.dtype, direction) + launching
 

@@ -54,8 +54,9 @@ class _Run:
         self.posted, self.last_two = zero, [zero, zero]  # so far: latest post, two latest ends
 
     def _seconds(self, pairs, launched):
-        """Seconds of launches with so many timed pairs."""
-        return self.machine.compute(self.flops * pairs, self.dtype, self.direction) + self.machine.launch * launched
+        """Seconds of blocks with so many timed pairs.  launched: whether there are any."""
+        launching = self.machine.launch * self.load.lists * launched
+        return self.machine.compute(self.flops * pairs, self.dtype, self.direction) + launching
 
     def timeline(self):
         begins, steps, moves = [], [], []

@@ -35,8 +35,9 @@ class Work:
     """What a mask asks of two layouts, on any mesh.
 
     counts: the `Pairs` of the layouts.  pairs: its table.
-    keys_seen: the most keys of a chunk that a query sees; with documents, the mean number of keys that a query sees of
-        all chunks.
+    keys_seen: the most keys of a chunk that an interval of a query has; with documents, the mean number of keys that a
+        query sees of all chunks.
+    lists: the most intervals that a query has, each of which a block is launched for.
     lengths: tokens of every chunk of queries, and of keys.
     ordered: whether the keys of consecutive chunks follow one another.
     many_ranges: whether what travels of a chunk may be many ranges.
@@ -45,6 +46,7 @@ class Work:
     def __init__(self, mask, q_layout, k_layout):
         self.counts = Pairs(mask, q_layout, k_layout)
         self.keys_seen = -(-mask.widest // max(tokens.step for tokens in k_layout.ranges(0)))
+        self.lists = mask.lists
         if mask.cuts is not None:
             self.keys_seen = self.pairs.sum() / max(len(mask.unpadded), 1)
         self.lengths = np.array(q_layout.lengths), np.array(k_layout.lengths)
@@ -118,14 +120,14 @@ def _carried(kind, extent, route, collective):
     return kind in IN_COLUMNS, second.start < 2, first.stop > 2, collective and not passed_on(route)
 
 
-def edges(pairs, queries, keys, keys_seen):
+def edges(pairs, queries, keys, work):
     """Number of edges of blocks with so many pairs, queries and keys: float, of the shape of pairs.
 
-    A query that sees any key of a block has one edge there, or PACKING of one if no mask cuts the block.  How many
-    queries do is an estimate: where a mask cuts a block, the average query sees half of what it might.
-    keys_seen: as of `Work`.
+    An interval of a query that has keys of a block has one edge there, or PACKING of one if no mask cuts the block.
+    How many do is an estimate: where a mask cuts a block, the average interval has half of what it might.
+    work: their `Work`.
     """
-    rows = np.minimum(2 * pairs / np.maximum(np.minimum(keys, keys_seen), 1), queries)
+    rows = np.minimum(2 * pairs / np.maximum(np.minimum(keys, work.keys_seen), 1), queries * work.lists)
     return np.where(pairs < queries * keys, rows, PACKING * rows)
 
 
@@ -138,7 +140,7 @@ class Load:
 
     def __init__(self, work, tile):
         self.lengths, self.ordered, self._work, self._tile = work.lengths, work.ordered, work, tile
-        self.many_ranges = work.many_ranges
+        self.many_ranges, self.lists = work.many_ranges, work.lists
         ranks = np.arange(tile.ranks)
         self.chunks = chunks_of(tile, False, ranks), chunks_of(tile, True, ranks)
         self.pairs = work.pairs[self.chunks[0][:, None], self.chunks[1][None]]
@@ -153,7 +155,7 @@ class Load:
     def _edges(self):
         """Number of edges of every block: float (a, b, ranks)."""
         queries, keys = (lengths[chunks] for lengths, chunks in zip(self.lengths, self.chunks))
-        return edges(self.pairs, queries[:, None], keys, self._work.keys_seen)
+        return edges(self.pairs, queries[:, None], keys, self._work)
 
     def _timed_pairs(self, edge):
         """Pairs of which blocks take the time, if queries take it for `edge` keys more than they see: as `pairs`."""

@@ -1,6 +1,6 @@
 """Packed documents and padding from the arguments of a call: their limits, and the mask of each document.
 
-The result is a tuple of `mpiattn.problem.mask.Group`: one per batch entry, or one for all if all entries are alike.
+The result is a tuple of `mpiattn.problem.group.Group`: one per batch entry, or one for all if all entries are alike.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import numpy as np
 
 from ..errors import ArgumentError
-from .mask import Group
+from .group import Group
 from .values import truth
 
 if TYPE_CHECKING:

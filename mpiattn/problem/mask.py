@@ -42,11 +42,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from .closed_form import KNOWN, Ranges, block_pairs, queries_seeing
+from .group import Group, Queries
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,48 +68,8 @@ IntArray: TypeAlias = "NDArray[np.integer]"
 Window: TypeAlias = tuple[int | None, int | None]
 
 
-class Group(NamedTuple):
-    """The documents of one batch entry, or of all entries if they are alike.
-
-    q_cuts, k_cuts: int64 (documents + 1,).  Document d holds the queries [q_cuts[d], q_cuts[d + 1]) and the keys
-        [k_cuts[d], k_cuts[d + 1]); all tokens outside are padding.
-    prefixes: int64 (documents,), None for the prefix of the mask.
-    causal: bool (documents,), None for `causal` of the mask.
-    """
-
-    q_cuts: IntArray
-    k_cuts: IntArray
-    prefixes: IntArray | None = None
-    causal: NDArray[np.bool_] | None = None
-
-    def as_lists(self) -> tuple[list[int] | None, ...]:
-        """The group as a tuple of lists, which can be compared with ==."""
-        return tuple(None if array is None else array.tolist() for array in self)
-
-
 def _itself(positions: IntArray) -> IntArray:
     return positions
-
-
-class Queries:
-    """Queries of one group of documents, as a rule sees them; padding is not among them.
-
-    positions: increasing.  counts: how many of them each document of the group has.
-    """
-
-    def __init__(self, positions: IntArray, group: Group, counts: IntArray):
-        self.group, self._positions, self._counts = group, positions, counts
-
-    def each(self, of_documents: IntArray) -> IntArray:
-        """What holds for a document, for each of its queries: from (documents,) to (queries,)."""
-        return np.repeat(of_documents, self._counts)
-
-    @cached_property
-    def diagonal(self) -> IntArray:
-        """The key on the diagonal of each query, which may lie outside its document: int64 (queries,)."""
-        diagonal = self.each(self.group.k_cuts[1:] - self.group.q_cuts[1:])
-        diagonal += self._positions
-        return diagonal
 
 
 def _sample(start: int, stop: int) -> IntArray:
@@ -207,13 +168,21 @@ class Mask:
 
     @cached_property
     def widest(self) -> int:
-        """About the most keys that a query of the second half of the sequence sees.
+        """About the most keys that an interval of a query of the second half of the sequence has.
 
         The first half would not tell what most queries see: a window is cut short at its begin, and a prefix lets the
         first queries see more keys than they are.
         """
         lo, hi = self.key_intervals(_sample(self.seqlen // 2, self.seqlen))
-        return int((hi - lo).sum(axis=0).max(initial=0))
+        return int((hi - lo).max(initial=0))
+
+    @cached_property
+    def lists(self) -> int:
+        """About the most intervals that a query has, 1 at least."""
+        if self.mask is None:
+            return 1
+        lo, hi = self.key_intervals(_sample(0, self.seqlen))
+        return max(1, int((lo < hi).sum(axis=0).max(initial=0)))
 
     @cached_property
     def opens_ahead(self) -> bool:

@@ -210,6 +210,10 @@ class Problem:
         dims = dims_in_words(self.head_dim, self.value_dim, self.shared_kv)
         return f"batch {self.batch}, {tokens}, {heads} x {dims}, {self.dtype}, {self.whole_mask}"
 
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name, the mask as text: for JSON."""
+        return {**self.__getstate__(), "mask": None if self.mask is None else str(self.mask)}
+
     @cached_property
     def without_tokens(self) -> "Problem":
         """The problem without tokens and mask: what is cached by it, such as bytes a token, serves all lengths."""
