@@ -4,6 +4,7 @@ import pytest
 from searches import flat_choices
 
 from mpiattn import ArgumentError
+from mpiattn.masks import neighborhood
 from mpiattn.model import cost, memory, search
 from mpiattn.model.machine import Link, Machine
 from mpiattn.model.simulate import simulate
@@ -173,6 +174,46 @@ def test_memory_is_what_buffers_take(wire_dtype):
                 sorted_again = not load.ordered and kind == "collective" and tile.b > 1  # keys by position
                 buffers.fit(places, {"O": (True, True)}, ("KV",) if sorted_again else ())
                 assert memory.buffer_bytes(schedule, problem, load)[5] == buffers.nbytes, (tile, kind)
+
+
+def test_memory_of_tokens_in_many_ranges():
+    """What is packed before it is sent counts, of every rank."""
+    from mpiattn.backends.numpy.backend import NumpyBackend
+    from mpiattn.engine.buffers import Buffers
+    from mpiattn.engine.passes import PASSES
+    from mpiattn.engine.pool import Pool
+    from mpiattn.schedule import travels
+    from mpiattn.schedule.kinds import KINDS
+    from mpiattn.schedule.needed import Activity
+    from mpiattn.schedule.places import Places
+    from mpiattn.schedule.ranges import total
+
+    problem = Problem(seqlen=24 * 36, heads=4, kv_heads=2, head_dim=8, mask=neighborhood((24, 36), (5, 7)))
+    layout, packed = Layout.grid((24, 36), (3, 4)), 0
+    work = Work(problem.whole_mask, layout, layout)
+    for tile in tiles(12):
+        load, activity = Load(work, tile), Activity(problem.whole_mask, layout, layout, tile)
+        for kind in cost.SCHEDULES:
+            for direction in ("forward", "backward"):
+                schedule = cost.build(kind, tile, "direct", problem, direction=direction)
+                predicted = memory.buffer_bytes(schedule, problem, load)
+                for rank in (0, 5):
+                    places = Places(schedule, rank, activity)
+                    buffers = Buffers(Pool(NumpyBackend()), PASSES[direction](problem, None).shapes(), schedule)
+                    sorted_again = kind == "collective" and tile.b > 1  # keys by position
+                    ordered = [name for name in ("KV", "dKV") if name in buffers.shapes] if sorted_again else ()
+                    arrays = {name: KINDS[direction][name].arrays_of(problem) for name in buffers.reduced}
+                    needs_memory = {name: [not array.in_result(problem) for array in of] for name, of in arrays.items()}
+                    buffers.fit(places, needs_memory, ordered)
+                    unpacked = 0  # few ranges, which travel from where they lie, but are predicted too
+                    for of, nbytes in () if kind == "collective" else travels.token_bytes(problem, direction).items():
+                        if of in places.outbox:
+                            hops = range(1, tile.extent(of))
+                            sent = sum(total(activity.travelling(of, rank, hop)) for hop in hops)
+                            unpacked += nbytes * (sent - places.outbox[of])
+                    assert predicted[rank] == buffers.nbytes + unpacked, (tile, kind, direction, rank)
+                    packed += sum(places.outbox.values())
+    assert packed > 0
 
 
 def test_wrong_arguments():
