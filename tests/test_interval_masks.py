@@ -124,6 +124,8 @@ def test_few_lists():
     assert lists_of(masks.neighborhood((8, 16, 32), (3, 16, 32), cyclic=True), 4096) == 3  # planes before and after
     assert lists_of(masks.neighborhood((8, 16, 32), (3, 3, 32)), 4096) == 3
     assert lists_of(masks.neighborhood((9, 32), (9, 3), cyclic=True), 288) == 11
+    documents = [(i, i + 10, i, i + 10, "causal") for i in range(0, 100, 10)]
+    assert lists_of(masks.ranges(documents), 100) == 1 and lists_of(masks.ranges([*documents, documents[0]]), 100) == 1
     assert lists_of(masks.global_tokens(4) | masks.window(8, 0), 100) == 2
     assert lists_of(masks.chunked(16) | masks.window(8, 0), 100) == 1
     assert lists_of(masks.chunked(16) & masks.causal() & masks.window(8, None), 100) == 1
@@ -238,6 +240,19 @@ def test_longitudes_meet_at_the_poles():
     seen = sees(masks.sphere([40] * 20, 0.2), 800, 800)
     assert seen[0, :40].all() and not seen[400, 400:440].all()
     assert seen[20, :80].sum() > seen[400, 360:440].sum()
+
+
+@pytest.mark.parametrize("rows", [3, 7, 10, 49, 180, 721])
+def test_rounding_does_not_hide_neighbours(rows):
+    """A radius of some steps in latitude shows so many rows; of a step along the equator, a point at either side."""
+    for steps in (1, 2):
+        mask, tokens = masks.sphere([5] * rows, steps * np.pi / rows), 5 * rows
+        begin, end = mask.intervals(np.arange(10, tokens - 10, 5), tokens, tokens)
+        own = np.arange(10, tokens - 10, 5)
+        for row in range(-steps, steps + 1):
+            assert ((begin <= own + 5 * row) & (own + 5 * row < end)).sum(axis=0).all()
+    mask = masks.sphere([rows], 2 * np.pi / rows, [0])
+    assert sees(mask, rows, rows).sum(axis=1).tolist() == [3] * rows
 
 
 class Mine(IntervalMask):
