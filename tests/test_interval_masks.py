@@ -46,6 +46,7 @@ def test_a_mask_is_its_definition(seed):
 
 def check(mask, seqlen, seqlen_k, rng):
     mask.check(seqlen, seqlen_k)
+    as_it_was = pickle.dumps(mask)
     queries, keys = np.arange(seqlen), np.arange(seqlen_k)
     expected = shown(mask, queries, keys, seqlen, seqlen_k)
     assert (sees(mask, seqlen, seqlen_k) == expected).all(), mask
@@ -54,7 +55,8 @@ def check(mask, seqlen, seqlen_k, rng):
     assert (shown(mask, some, keys[3::2], seqlen, seqlen_k) == expected[some][:, 3::2]).all()
     begin, end = span(mask, queries, seqlen, seqlen_k)
     assert not expected[(keys < begin[:, None]) | (keys >= end[:, None])].any(), "out of bounds"
-    again = pickle.loads(pickle.dumps(mask))
+    again = pickle.loads(as_it_was)
+    assert pickle.dumps(mask) == as_it_was
     assert again == mask and hash(again) == hash(mask) and repr(again) == repr(mask) and len(repr(mask)) < 600
     assert (sees(again, seqlen, seqlen_k) == expected).all() and 2 < len(str(mask)) < 400
     keeps_its_promise(mask, seqlen, seqlen_k)
@@ -169,9 +171,12 @@ def test_few_pieces(mask, most):
 def test_many_queries_are_asked_a_piece_at_a_time(monkeypatch):
     field = masks.neighborhood((20, 60), (7, 9), cyclic=(True, False))
     whole = field.intervals(np.arange(1200), 1200, 1200)
+    both = masks.global_tokens(3) | field | masks.chunked(50)
+    whole_of_both = both.intervals(np.arange(1200), 1200, 1200)
     monkeypatch.setattr("mpiattn.masks.pieces.PIECE", 70)
-    for once, again in zip(whole, field.intervals(np.arange(1200), 1200, 1200)):
-        assert (once == again).all()
+    monkeypatch.setattr("mpiattn.problem.interval_mask.PIECE", 80)
+    for expected, mask in ((whole, field), (whole_of_both, both)):
+        assert (np.stack(mask.intervals(np.arange(1200), 1200, 1200)) == np.stack(expected)).all()
     assert all_cuts(field, 1200, 1200).tolist() == field.cuts(1200, 1200).tolist()
 
 
