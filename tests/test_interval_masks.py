@@ -35,17 +35,18 @@ def test_every_rule_is_drawn():
     assert {*DRAW, "Both", "Either"} == set(RULES)
 
 
-@pytest.mark.draw(10)
+@pytest.mark.draw(20)
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", DRAW)
-def test_a_mask_is_its_definition(kind, seed):
-    rng = random.Random(f"{kind} {seed}")
-    mask, seqlen, seqlen_k = DRAW[kind](rng)
-    check(mask, seqlen, seqlen_k, rng)
+def test_a_mask_is_its_definition(seed):
+    """A mask of each kind."""
+    for kind, draw in DRAW.items():
+        rng = random.Random(f"{kind} {seed}")
+        check(*draw(rng), rng)
 
 
 def check(mask, seqlen, seqlen_k, rng):
     mask.check(seqlen, seqlen_k)
+    as_it_was = pickle.dumps(mask)
     queries, keys = np.arange(seqlen), np.arange(seqlen_k)
     expected = shown(mask, queries, keys, seqlen, seqlen_k)
     assert (sees(mask, seqlen, seqlen_k) == expected).all(), mask
@@ -54,7 +55,8 @@ def check(mask, seqlen, seqlen_k, rng):
     assert (shown(mask, some, keys[3::2], seqlen, seqlen_k) == expected[some][:, 3::2]).all()
     begin, end = span(mask, queries, seqlen, seqlen_k)
     assert not expected[(keys < begin[:, None]) | (keys >= end[:, None])].any(), "out of bounds"
-    again = pickle.loads(pickle.dumps(mask))
+    again = pickle.loads(as_it_was)
+    assert pickle.dumps(mask) == as_it_was
     assert again == mask and hash(again) == hash(mask) and repr(again) == repr(mask) and len(repr(mask)) < 600
     assert (sees(again, seqlen, seqlen_k) == expected).all() and 2 < len(str(mask)) < 400
     keeps_its_promise(mask, seqlen, seqlen_k)
@@ -78,7 +80,7 @@ def keeps_its_promise(mask, seqlen, seqlen_k):
                 assert (np.diff(of_piece) >= 0).all() and (of_piece[0][1:] <= of_piece[1][:-1]).all(), (mask, start)
 
 
-@pytest.mark.draw(8)
+@pytest.mark.draw(20)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_both_and_either(seed):
     """Chains of masks of one sequence, in any order."""
@@ -124,6 +126,8 @@ def test_few_lists():
     assert lists_of(masks.neighborhood((8, 16, 32), (3, 16, 32), cyclic=True), 4096) == 3  # planes before and after
     assert lists_of(masks.neighborhood((8, 16, 32), (3, 3, 32)), 4096) == 3
     assert lists_of(masks.neighborhood((9, 32), (9, 3), cyclic=True), 288) == 11
+    documents = [(i, i + 10, i, i + 10, "causal") for i in range(0, 100, 10)]
+    assert lists_of(masks.ranges(documents), 100) == 1 and lists_of(masks.ranges([*documents, documents[0]]), 100) == 1
     assert lists_of(masks.global_tokens(4) | masks.window(8, 0), 100) == 2
     assert lists_of(masks.chunked(16) | masks.window(8, 0), 100) == 1
     assert lists_of(masks.chunked(16) & masks.causal() & masks.window(8, None), 100) == 1
@@ -167,9 +171,12 @@ def test_few_pieces(mask, most):
 def test_many_queries_are_asked_a_piece_at_a_time(monkeypatch):
     field = masks.neighborhood((20, 60), (7, 9), cyclic=(True, False))
     whole = field.intervals(np.arange(1200), 1200, 1200)
+    both = masks.global_tokens(3) | field | masks.chunked(50)
+    whole_of_both = both.intervals(np.arange(1200), 1200, 1200)
     monkeypatch.setattr("mpiattn.masks.pieces.PIECE", 70)
-    for once, again in zip(whole, field.intervals(np.arange(1200), 1200, 1200)):
-        assert (once == again).all()
+    monkeypatch.setattr("mpiattn.problem.interval_mask.PIECE", 80)
+    for expected, mask in ((whole, field), (whole_of_both, both)):
+        assert (np.stack(mask.intervals(np.arange(1200), 1200, 1200)) == np.stack(expected)).all()
     assert all_cuts(field, 1200, 1200).tolist() == field.cuts(1200, 1200).tolist()
 
 
@@ -238,6 +245,19 @@ def test_longitudes_meet_at_the_poles():
     seen = sees(masks.sphere([40] * 20, 0.2), 800, 800)
     assert seen[0, :40].all() and not seen[400, 400:440].all()
     assert seen[20, :80].sum() > seen[400, 360:440].sum()
+
+
+@pytest.mark.parametrize("rows", [3, 7, 10, 49, 180, 721])
+def test_rounding_does_not_hide_neighbours(rows):
+    """A radius of some steps in latitude shows so many rows; of a step along the equator, a point at either side."""
+    for steps in (1, 2):
+        mask, tokens = masks.sphere([5] * rows, steps * np.pi / rows), 5 * rows
+        begin, end = mask.intervals(np.arange(10, tokens - 10, 5), tokens, tokens)
+        own = np.arange(10, tokens - 10, 5)
+        for row in range(-steps, steps + 1):
+            assert ((begin <= own + 5 * row) & (own + 5 * row < end)).sum(axis=0).all()
+    mask = masks.sphere([rows], 2 * np.pi / rows, [0])
+    assert sees(mask, rows, rows).sum(axis=1).tolist() == [3] * rows
 
 
 class Mine(IntervalMask):

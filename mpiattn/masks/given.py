@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import ArgumentError
-from ..problem.interval_mask import NEVER, IntervalMask, without_empty
+from ..problem.interval_mask import NEVER, PIECE, IntervalMask, without_empty
 from ..problem.values import whole_number
-from .pieces import PIECE, all_cuts
+from .pieces import all_cuts
 from .values import digest
 
 if TYPE_CHECKING:

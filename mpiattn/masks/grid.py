@@ -182,7 +182,7 @@ def neighborhood(
     The tokens are the points of a grid of one to three dimensions in C order: the last axis is consecutive.  Along an
     axis, point x sees `kernel_size` points: kernel_size // 2 before it, itself and the rest after it, so that an even
     window has a point more before than after.  A point is seen if it is seen along every axis.  With kernel_size 3, in
-    the middle of an axis and at its beginning (x the query, 1 what it sees):
+    the middle of an axis and at its beginning (x the query, 1 what it sees)::
 
         ..1x1...      shifted    x11.....       clipped    x1......       cyclic    x1.....1
 

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..problem.interval_mask import PIECE, IntervalMask
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
 
-    from ..problem.interval_mask import IntervalMask, Intervals
+    from ..problem.interval_mask import Intervals
 
     IntArray = NDArray[np.int64]
-
-PIECE = 2**13  # queries looked at at a time: their intervals stay in cache
 
 
 def in_pieces(lists: Callable[[slice], Intervals], queries: int) -> Intervals:

@@ -86,7 +86,7 @@ class Ranges(IntervalMask):
 def ranges(entries: Iterable[Sequence[Any]]) -> Ranges:
     """Rectangles of queries and keys, as the slices (q_range, k_range, type) of MagiAttention.
 
-    A query sees the keys that some rectangle shows it; rectangles may overlap.  The kinds, of 3 queries and 5 keys:
+    A query sees the keys that some rectangle shows it; rectangles may overlap.  The kinds, of 3 queries and 5 keys::
 
         full            causal          inverse_causal  bidirectional_causal
         1 1 1 1 1       1 1 1 0 0       1 1 1 1 1       1 1 1 0 0

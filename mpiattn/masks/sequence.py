@@ -53,7 +53,7 @@ def window(left: int | None = None, right: int | None = None) -> Window:
     """Every query sees the keys around its diagonal: from `left` before it to `right` after it.
 
     The diagonal of query i is key i + seqlen_k - seqlen: the last query's is the last key (aligned bottom-right).
-    window(1, 0) of four tokens:
+    window(1, 0) of four tokens::
 
         1 0 0 0
         1 1 0 0
@@ -110,7 +110,7 @@ class Global(IntervalMask):
 def global_tokens(n: int) -> Global:
     """The first n tokens see all, and are seen by all; the others see nothing else.
 
-    For use with another mask, by `|`.  global_tokens(1) of four tokens:
+    For use with another mask, by `|`.  global_tokens(1) of four tokens::
 
         1 1 1 1
         1 0 0 0
@@ -160,7 +160,7 @@ class Chunked(IntervalMask):
 def chunked(size: int) -> Chunked:
     """Every query sees the keys of the chunk that holds its diagonal: block-local attention.
 
-    Chunks hold `size` keys each, the first begins with key 0, the last may be shorter.  chunked(2) of four tokens:
+    Chunks hold `size` keys each, the first begins with key 0, the last may be shorter.  chunked(2) of four tokens::
 
         1 1 0 0
         1 1 0 0
@@ -302,7 +302,7 @@ class ShareQuestion(IntervalMask):
 def share_question(question: int, answers: Sequence[int]) -> ShareQuestion:
     """Several answers to one question, one after another: an answer sees the question and itself, both causally.
 
-    share_question(2, [2, 1]):
+    share_question(2, [2, 1])::
 
         1 0 0 0 0
         1 1 0 0 0

@@ -76,7 +76,7 @@ def tree(parents: Sequence[int]) -> Tree:
     """Speculative decoding: the last tokens are drafts, of which each sees the context, its ancestors and itself.
 
     The tokens before are the context.  Its queries, if any are asked, are causal.  A tree where drafts 0 and 3 follow
-    the context, 1 and 2 follow 0; [-1, 0, 0, -1] after a context of one token:
+    the context, 1 and 2 follow 0; [-1, 0, 0, -1] after a context of one token::
 
         1 . . . .
         1 1 . . .

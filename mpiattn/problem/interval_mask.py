@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     Intervals: TypeAlias = "tuple[IntArray, IntArray]"  # begins and ends, each (lists, queries)
 
 ROWS = 64  # queries of a kernel's tile: it looks at all keys from the first to the last that some of them see
+PIECE = 2**13  # queries looked at at a time: their intervals stay in cache
 NEVER = np.iinfo(np.int64).max
 
 
@@ -50,6 +51,10 @@ class IntervalMask:
         either all queries see keys or none does.  So the first and the last tell what all of them see together.
         """
         return None
+
+    def __getstate__(self) -> dict[str, object]:
+        """The fields alone, so that equal masks are pickled alike, whatever they were asked."""
+        return {name: self.__dict__[name] for name in getattr(self, "__dataclass_fields__", self.__dict__)}
 
     def __and__(self, other: IntervalMask) -> IntervalMask:
         return Both(self, other) if isinstance(other, IntervalMask) else NotImplemented
@@ -131,6 +136,14 @@ def disjoint(begin: IntArray, end: IntArray) -> Intervals:
     """
     if len(begin) < 2:
         return without_empty(begin, end)
+    sides = np.empty((2, *begin.shape), np.int64)
+    for some in _pieces(begin.shape[1]):
+        sides[:, :, some] = _disjoint(begin[:, some], end[:, some])
+    return without_empty(*sides)
+
+
+def _disjoint(begin: IntArray, end: IntArray) -> IntArray:
+    """As `disjoint`, of a few queries; with all lists, begins and ends as one array."""
     order, begin, end = _sorted(begin, end)
     reach = np.maximum.accumulate(end, axis=0)  # how far this interval goes and those before it
     heads = np.ones(begin.shape, bool)
@@ -144,18 +157,24 @@ def disjoint(begin: IntArray, end: IntArray) -> Intervals:
     sides = np.empty((2, *begin.shape), np.int64)
     np.put_along_axis(sides[0], order, begin, 0)
     np.put_along_axis(sides[1], order, end, 0)
-    return without_empty(*sides)
+    return sides
 
 
 def packed(begin: IntArray, end: IntArray) -> Intervals:
     """Disjoint lists in as few lists as a query needs at most, if tiles of queries do not look at more keys for it."""
-    some = begin < end
-    most = int(some.sum(axis=0).max(initial=0))
+    most = int((begin < end).sum(axis=0).max(initial=0))
     if most == len(begin):
         return begin, end
-    _, *sides = _sorted(begin, end)
-    begin_p, end_p = without_empty(sides[0][:most], sides[1][:most])
+    sides = np.empty((2, most, begin.shape[1]), np.int64)
+    for some in _pieces(begin.shape[1]):
+        _, *in_order = _sorted(begin[:, some], end[:, some])
+        sides[:, :, some] = [side[:most] for side in in_order]
+    begin_p, end_p = without_empty(*sides)
     return (begin_p, end_p) if _looked_at(begin_p, end_p) * 4 <= _looked_at(begin, end) * 5 else (begin, end)
+
+
+def _pieces(queries: int) -> list[slice]:
+    return [slice(start, min(start + PIECE, queries)) for start in range(0, queries, PIECE)]
 
 
 def _sorted(begin: IntArray, end: IntArray) -> tuple[IntArray, IntArray, IntArray]:
