@@ -64,7 +64,7 @@ def as_text(problem, tile, data, on):
         ranks=ranks,
         row=row,
         column=column,
-        same=search.SAME_TIME,
+        same=search.same_time(p.whole_mask),
         share=f" x {p.kv_heads}/{p.heads}" if p.kv_heads != p.heads else "",
         machine=on.name,
         least=size(data["least_sent_bytes"]),

@@ -19,6 +19,12 @@ from .space import pair_of
 # Predicted times within this share of the least count as equal, because the model is no more accurate.  Exact bytes
 # decide then.
 SAME_TIME = 0.05
+SAME_TIME_OF_LISTS = 0.15  # under masks of several intervals, whose blocks' times are less well known
+
+
+def same_time(mask):
+    """The share of the least time within which times count as equal under a mask."""
+    return SAME_TIME if mask.mask is None else SAME_TIME_OF_LISTS
 
 
 class LowerBound(NamedTuple):
@@ -117,9 +123,9 @@ def survey(space, every="choice"):
     every: how many choices to predict.  "choice": all.  "tile": as few as tell the best of each tile.  None: as few as
         tell the best.  What is left out cannot be better.
 
-    The best choice has the least predicted time.  Times within SAME_TIME of the least are equal; then the fewest bytes
-    sent decide, then the first of SCHEDULES, which most often needs less memory, then the least memory, then the first
-    layout.  Raises ArgumentError.
+    The best choice has the least predicted time.  Times within `same_time` of the least are equal; then the fewest
+    bytes sent decide, then the first of SCHEDULES, which most often needs less memory, then the least memory, then the
+    first layout.  Raises ArgumentError.
     """
     space = space.completed()
     cases = cases_of(space)
@@ -151,7 +157,7 @@ class _Known:
     """
 
     def __init__(self, cases, space, bounded):
-        self.choices, self._cases, self._space = {}, cases, space
+        self.choices, self._cases, self._space, self._same_time = {}, cases, space, same_time(space.mask)
         self._seconds = [float(case.computing()) if bounded else 0.0 for case in cases]
         self._sent, self._nbytes, self._looks = ([0] * len(cases) for _ in range(3))
         self._kinds = [SCHEDULES.index(case.schedule) for case in cases]
@@ -181,7 +187,7 @@ class _Known:
 
     def _merit(self, fastest):
         """What decides between cases, least first; of equal ones, those first that are not predicted."""
-        equal = (1 + SAME_TIME) * fastest
+        equal = (1 + self._same_time) * fastest
         return lambda number: (
             self._too_large[number],
             max(self._seconds[number], equal),
@@ -199,7 +205,7 @@ class _Known:
         """Predict cases until the best is known.
 
         among: numbers of some cases, of which the best is wanted; None for all.
-        exact: whether to know the least time of all cases too, by which times count as equal (`SAME_TIME`).
+        exact: whether to know the least time of all cases too, by which times count as equal (`same_time`).
         """
         among = range(len(self._cases)) if among is None else among
         while True:
@@ -210,9 +216,9 @@ class _Known:
                 if not left:
                     return
                 # `first` is the best, unless a case that is not predicted is so fast that `first` is no longer within
-                # SAME_TIME of the fastest.  Its lower bound tells.
+                # `same_time` of the fastest.  Its lower bound tells.
                 soonest = min(left, key=self._seconds.__getitem__)
-                enough = fastest if exact else self._seconds[first] / (1 + SAME_TIME)
+                enough = fastest if exact else self._seconds[first] / (1 + self._same_time)
                 if self._seconds[soonest] >= min(enough, fastest):
                     return
                 first = soonest
