@@ -260,15 +260,15 @@ def test_rounding_does_not_hide_neighbours(rows):
     assert sees(mask, rows, rows).sum(axis=1).tolist() == [3] * rows
 
 
-class Mine(IntervalMask):
-    """A mask that a program wrote: the key on the diagonal."""
+class Window(IntervalMask):
+    """A mask that a program wrote, with a name that is one of ours: the key on the diagonal."""
 
     def intervals(self, queries, seqlen, seqlen_k):
         return queries[None], queries[None] + 1
 
 
 @pytest.mark.parametrize(
-    "mask", [masks.neighborhood((4, 6), 3, cyclic=(False, True)), masks.global_tokens(2) & masks.causal(), Mine()]
+    "mask", [masks.neighborhood((4, 6), 3, cyclic=(False, True)), masks.global_tokens(2) & masks.causal(), Window()]
 )
 def test_the_oracle_knows_masks(mask, monkeypatch):
     """Attention and gradients, with a window besides, as of scores that are hidden pair by pair."""

@@ -18,7 +18,7 @@ def shown(mask, positions, keys, seqlen, seqlen_k):
     mask: any of `mpiattn.masks`; one that somebody else wrote has no definition but its intervals.
     seqlen, seqlen_k: numbers of queries and keys of the whole sequence.
     """
-    rule = RULES.get(type(mask).__name__, _intervals)
+    rule = RULES.get(_kind(mask), _intervals)
     return rule(mask, np.asarray(positions), np.asarray(keys), seqlen, seqlen_k)
 
 
@@ -28,11 +28,17 @@ def span(mask, positions, seqlen, seqlen_k):
     It sees mostly not all between; a rule that has no quick bounds says all keys.
     """
     positions = np.asarray(positions, np.int64)
-    bounds = SPANS.get(type(mask).__name__)
+    bounds = SPANS.get(_kind(mask))
     if bounds is None:
         return np.zeros_like(positions), np.full_like(positions, seqlen_k)
     begin, end = bounds(mask, positions, seqlen, seqlen_k)
     return np.maximum(begin, 0), np.minimum(end, seqlen_k)
+
+
+def _kind(mask):
+    """The name of a mask's class; None if somebody else wrote it, whose classes may have the same names."""
+    kind = type(mask)
+    return kind.__name__ if kind.__module__.startswith("mpiattn.") else None
 
 
 def _intervals(mask, positions, keys, seqlen, seqlen_k):
