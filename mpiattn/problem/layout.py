@@ -143,6 +143,7 @@ class Layout:
 
         Examples
         --------
+        >>> from mpiattn import Layout
         >>> Layout.of_ranges([[(0, 2), (5, 8)], [], [range(2, 5)]]).positions(0)
         array([0, 1, 5, 6, 7])
         """
@@ -175,6 +176,7 @@ class Layout:
 
         Examples
         --------
+        >>> from mpiattn import Layout
         >>> Layout.grid((3, 4), (1, 2)).positions(1)
         array([ 2,  3,  6,  7, 10, 11])
         """
