@@ -203,12 +203,7 @@ class Layout:
 
     @cached_property
     def many(self) -> bool:
-        """Whether a chunk may have more ranges than the two of zigzag.
-
-        Returns
-        -------
-        bool
-        """
+        """Whether a chunk may have more ranges than the two of zigzag: a bool."""
         return self._pieces is not None and self._pieces.most > 2
 
     def __hash__(self) -> int:
