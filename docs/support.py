@@ -88,6 +88,8 @@ FEATURES = {
     "layout striped": Feature({"layout": "striped"}, options=("layout",)),
     "layout zigzag": Feature({"layout": "zigzag"}, options=("layout",)),
     "layout of uneven pieces": Feature({"layout": mpiattn.Layout("contiguous", TOKENS, 1, (TOKENS,))}),
+    "layout of blocks of a grid": Feature({"layout": mpiattn.Layout.grid((TOKENS // 4, 4), (1,))}, options=("grid",)),
+    "layout of any ranges": Feature({"layout": mpiattn.Layout.of_ranges([[(0, TOKENS)]])}),
     "wire_dtype": Feature({"wire_dtype": "bfloat16"}, options=("wire_dtype",)),
     "wire_dtype on the ring route": Feature({"wire_dtype": "bfloat16", "route": "ring"}),
     "max_memory": Feature({"max_memory": 10**8}, options=("max_memory",)),

@@ -79,3 +79,16 @@ for got, right in zip((out, *grads), expected):
     assert np.abs(got - right).max() < 1e-5 * np.abs(right).max()
 """
     launch.mpirun(3, [sys.executable, "-c", code_of("masks.md", "grid") + check], timeout=60)
+
+
+@needs_docs
+def test_blocks_of_a_cartesian_communicator():
+    """Results are those of the keys of all blocks, whose order does not matter without a mask."""
+    check = """
+keys, values = (np.concatenate(comm.allgather(array.reshape(-1, 4, 16))) for array in (k, v))
+score = np.einsum("thd,khd->htk", q.reshape(-1, 4, 16).astype(float), keys.astype(float)) / 4
+weight = np.exp(score - score.max(axis=2, keepdims=True))
+ref = np.einsum("htk,khd->thd", weight / weight.sum(axis=2, keepdims=True), values)
+assert out.shape == (1, rows, columns, 4, 16) and np.abs(out.reshape(ref.shape) - ref).max() < 1e-5 * np.abs(ref).max()
+"""
+    launch.mpirun(4, [sys.executable, "-c", code_of("concepts.md", "blocks") + check], timeout=60)

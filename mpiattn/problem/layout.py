@@ -102,13 +102,11 @@ class Layout:
             object.__setattr__(self, "sizes", checked_blocks(self.sizes, self.seqlen, self.chunks))
         elif self.sizes is not None:
             self._check_sizes()
-        if self.kind == RANGES and self.pieces is None:
-            raise ArgumentError("layout is 'ranges' without pieces; Layout.of_ranges makes it")
-        of_pieces = self.pieces and (RANGES, self.pieces.seqlen, self.pieces.chunks)
-        if of_pieces not in (None, (self.kind, self.seqlen, self.chunks)):
+        of_pieces = self.pieces and (self.pieces.seqlen, self.pieces.chunks)
+        if of_pieces != ((self.seqlen, self.chunks) if self.kind == RANGES else None):
             raise ArgumentError(
-                f"layout is {self.kind!r} of {self.seqlen} tokens on {self.chunks} ranks, with pieces of "
-                f"{self.pieces}; only Layout.of_ranges gives a layout pieces, which are of its tokens and ranks"
+                f"layout is {self.kind!r} of {self.seqlen} tokens on {self.chunks} ranks, with pieces {self.pieces}; "
+                "only one of ranges has pieces, of its tokens: Layout.of_ranges makes it"
             )
 
     def _check_sizes(self) -> None:
@@ -145,6 +143,7 @@ class Layout:
 
         Examples
         --------
+        >>> from mpiattn import Layout
         >>> Layout.of_ranges([[(0, 2), (5, 8)], [], [range(2, 5)]]).positions(0)
         array([0, 1, 5, 6, 7])
         """
@@ -177,6 +176,7 @@ class Layout:
 
         Examples
         --------
+        >>> from mpiattn import Layout
         >>> Layout.grid((3, 4), (1, 2)).positions(1)
         array([ 2,  3,  6,  7, 10, 11])
         """
@@ -203,12 +203,7 @@ class Layout:
 
     @cached_property
     def many(self) -> bool:
-        """Whether a chunk may have more ranges than the two of zigzag.
-
-        Returns
-        -------
-        bool
-        """
+        """Whether a chunk may have more ranges than the two of zigzag: a bool."""
         return self._pieces is not None and self._pieces.most > 2
 
     def __hash__(self) -> int:

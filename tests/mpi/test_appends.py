@@ -46,7 +46,7 @@ def test_random_appends_to_some_sequences(comm, page_size, dtype):
         tokens = int(rng.choice([1, 1, 1, 1, 2, 4, 40]))
         if rng.random() < 0.8 and sum(cache.lengths) + len(some) * tokens <= 700:
             how = {"counts": rng.integers(0, tokens + 1, len(some)).tolist()} if rng.random() < 0.3 else {}
-            layout = "zigzag" if rng.random() < 0.1 and not how else None
+            layout = rng.choice(["zigzag", "any"]) if rng.random() < 0.1 and not how else None
             mirror.append(tokens, layout, sequences=list(some), **how)
         else:
             cut = rng.choice([0, 1, 5, 50], sequences)

@@ -2,10 +2,12 @@
 
 import contextlib
 import gc
+import random
 import time
 import tracemalloc
 import weakref
 
+import divisions
 import numpy as np
 import pytest
 from caller import caller
@@ -63,7 +65,8 @@ class Mirror:
                 np.concatenate([held, more[:count]]) for held, more in zip(self.whole[sequence], new)
             )
         if layout is not None:
-            layout = Layout(layout, tokens, self.comm.size)
+            drawn = divisions.ranges(random.Random(tokens), tokens, self.comm.size)
+            layout = drawn if layout == "any" else Layout(layout, tokens, self.comm.size)
             how["layout"] = layout.lengths if layout.kind == "contiguous" else layout
             own = layout.positions(self.comm.rank)
             k, v = k[:, own], v[:, own]

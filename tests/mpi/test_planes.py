@@ -116,8 +116,8 @@ def test_from_a_grid_and_back(group, tile):
         check(group, seqlen=54, **how)
         with MeshAttention(group, seqlen=54, **narrow(how), backend=BACKENDS[0]) as plan:
             regrouping, chunks = plan._decision.regrouping, my_chunks(plan, *draw(plan.problem))
-            nbytes, _ = count(plan, lambda plan=plan, chunks=chunks: plan.forward(*chunks))
-            assert nbytes == plan.formula()
+            plan.forward(*chunks)
+            assert plan.sent[0] == plan.formula()
             peers = [peer for peer, _ in regrouping.messages(plan._mesh.rank, "forward")]
             assert max(map(peers.count, peers)) <= 5, "q, k, v, out and lse"
 

@@ -15,6 +15,7 @@ from mpiattn.comm.peers import Peers
 from mpiattn.comm.redistribute import Redistribution, all_on
 from mpiattn.decode.token_owners import Ledger
 from mpiattn.files import hdf5, io, own_tokens, staged
+from mpiattn.problem.grid import even_dims
 from mpiattn.problem.problem import dtype_name
 
 
@@ -236,3 +237,44 @@ def test_an_error_of_making_a_chunk_is_raised_on_all(comm, tmp_path_factory, mon
     output.abandon()
     comm.Barrier()
     assert os.listdir(folder) == []
+
+
+@pytest.mark.parametrize("axes", hdf5.AXES)
+@pytest.mark.parametrize("apart", [False, True])
+def test_files_with_the_axes_of_a_grid(comm, tmp_path_factory, monkeypatch, axes, apart):
+    """Where others have one of tokens: written and read where they lie, or by slabs of rows, compressed ones too."""
+    monkeypatch.setattr(rounds, "PIECE_BYTES", 300)
+    if not apart:
+        monkeypatch.setattr(io, "_on_one_host", lambda *_: False)
+    folder = comm.bcast(str(tmp_path_factory.mktemp("files")) if comm.rank == 0 else None)
+    layout, shape, peers = Layout.grid((3, 4, 5), even_dims(comm.size, 2)), (2, 60, 3, 7), Peers(comm)
+    whole, at = np.arange(np.prod(shape), dtype=np.float32).reshape(shape), layout.positions(comm.rank)
+    shapes = {"q": (shape, "float32"), "lse": ((2, 3, 60), "float32")}
+    output = io.Output(peers, f"{folder}/x.h5", shapes, {"axes": axes}, grid=(3, 4, 5))
+    output.write("q", whole[:, at], layout)
+    output.write("lse", whole[:, at][..., 0].swapaxes(1, 2), layout, axis=2)
+    output.commit()
+    stored = whole.reshape(2, 3, 4, 5, 3, 7)
+    if axes == "bhsd":
+        stored = np.moveaxis(stored, 4, 1)
+    with h5py.File(f"{folder}/x.h5", "r") as file:
+        assert np.array_equal(file["q"], stored)
+        assert np.array_equal(file["lse"], whole[..., 0].swapaxes(1, 2).reshape(2, 3, 3, 4, 5))
+    comm.Barrier()
+    if comm.rank == 0:
+        with h5py.File(f"{folder}/x.h5", "r+") as file:
+            file.create_dataset("k", data=stored, compression="gzip", chunks=True)
+            file["v"] = whole if axes == "bshd" else whole.swapaxes(1, 2)
+    comm.Barrier()
+    source = io.Input(peers, f"{folder}/x.h5", look=lambda path, axes: ({}, axes), axes=axes, grid=(3, 4, 5))
+    assert source.grid_of("q") == source.grid_of("k") == (3, 4, 5) and source.grid_of("v") is None
+    for name in "qkv":
+        for entry in (None, 1):
+            given = whole if entry is None else whole[1:]
+            (chunk,) = source.chunks([io.Wanted(name, layout, entry)])
+            assert np.array_equal(chunk, given[:, at]), (name, entry)
+        for start, stop in ((0, 60), (0, 1), (7, 8), (3, 58), (20, 40), (17, 43), (31, 34), (33, 33)):
+            assert np.array_equal(source.tokens(name, start, stop), whole[:, start:stop])
+            assert np.array_equal(source.tokens(name, start, stop, entry=1), whole[1:, start:stop])
+    source.close()
+    comm.Barrier()
