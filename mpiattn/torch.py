@@ -28,7 +28,7 @@ from .arguments.untraced import untraced
 from .comm.refusal import of_call, refusing
 from .errors import ArgumentError
 from .problem.tensors import check_transforms, shared
-from .problem.values import truth
+from .system.values import truth
 
 if TYPE_CHECKING:
     from .plan.mesh_attention import MeshAttention

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpiattn.problem.interval_mask import IntervalMask
+from mpiattn.masks.interval_mask import IntervalMask
 
 
 @dataclass(frozen=True)

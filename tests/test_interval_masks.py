@@ -10,8 +10,8 @@ from drawn_masks import DRAW, draw_neighborhood
 
 from mpiattn import masks
 from mpiattn.errors import ArgumentError
+from mpiattn.masks.interval_mask import IntervalMask, disjoint
 from mpiattn.masks.pieces import all_cuts
-from mpiattn.problem.interval_mask import IntervalMask, disjoint
 from mpiattn.verify import reference
 from mpiattn.verify.reference_masks import RULES, shown, span
 
@@ -174,7 +174,7 @@ def test_many_queries_are_asked_a_piece_at_a_time(monkeypatch):
     both = masks.global_tokens(3) | field | masks.chunked(50)
     whole_of_both = both.intervals(np.arange(1200), 1200, 1200)
     monkeypatch.setattr("mpiattn.masks.pieces.PIECE", 70)
-    monkeypatch.setattr("mpiattn.problem.interval_mask.PIECE", 80)
+    monkeypatch.setattr("mpiattn.masks.interval_mask.PIECE", 80)
     for expected, mask in ((whole, field), (whole_of_both, both)):
         assert (np.stack(mask.intervals(np.arange(1200), 1200, 1200)) == np.stack(expected)).all()
     assert all_cuts(field, 1200, 1200).tolist() == field.cuts(1200, 1200).tolist()

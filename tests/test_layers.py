@@ -17,8 +17,8 @@ PACKAGE = launch.ROOT / "mpiattn"
 # tools on top of it.  Each may import from those before it, from `errors` and from `version`.
 LIBRARY = [
     "system",
-    "problem",
     "masks",
+    "problem",
     "schedule",
     "model",
     "backends",
@@ -35,8 +35,8 @@ ROOMS = LIBRARY + TOOLS
 TOP = {"", "__main__", "errors", "torch", "version"}  # the modules that are in no package
 NO_MPI = {"problem", "masks", "schedule", "model", "backends", "arguments", "engine", "plots", "errors", ""}
 PURE = {
-    "problem",
     "masks",
+    "problem",
     "arguments",
     "schedule",
     "model",

@@ -10,8 +10,8 @@ split.
 
 from .. import backends
 from ..errors import ArgumentError
-from ..problem.choices import one_of
 from ..system import gpu_aware_mpi, gpu_probe
+from ..system.choices import one_of
 from .agreement import agreement, everywhere
 from .available import agreed_backend
 from .near import connect

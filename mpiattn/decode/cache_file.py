@@ -21,7 +21,7 @@ from ..files.hdf5 import write as write_at
 from ..files.io import Input, Output, Wanted, Written
 from ..problem.documents import left_out
 from ..problem.problem import ITEMSIZE, dtype_name
-from ..problem.values import truth
+from ..system.values import truth
 
 # Bytes of a run of keys that a rank gets at a time, or of values if they are longer.  Longer runs are not read faster
 # from a file.  A window of keys may have a run more on some ranks; decoding reads that in microseconds.

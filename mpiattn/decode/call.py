@@ -11,9 +11,9 @@ from ..arguments.counts import sequence_numbers
 from ..backends.block import BlockInputs
 from ..comm.refusal import of_call
 from ..errors import ArgumentError
-from ..problem.choices import one_of
-from ..problem.interval_mask import checked_mask
+from ..masks.interval_mask import checked_mask
 from ..problem.problem import Problem
+from ..system.choices import one_of
 from .combine import Partial, partial_bytes
 from .interval_lists import interval_lists
 

@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ..problem.interval_mask import IntervalMask
+    from ..masks.interval_mask import IntervalMask
 
     IntArray = NDArray[np.int64]
 

@@ -12,7 +12,7 @@ from ..comm.transport import check_transport
 from ..errors import ArgumentError
 from ..problem.layout import Layout
 from ..problem.problem import check_shared_kv, dtype_name
-from ..problem.values import whole_number
+from ..system.values import whole_number
 
 if TYPE_CHECKING:
     import os
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from ..backends.base import Array
+    from ..masks.interval_mask import IntervalMask
     from ..model.machine import Machine
-    from ..problem.interval_mask import IntervalMask
 
 
 @dataclass(frozen=True)

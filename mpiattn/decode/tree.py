@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from ..backends.base import Array
-    from ..problem.interval_mask import IntervalMask
+    from ..masks.interval_mask import IntervalMask
     from .cache import KVCache
 
 

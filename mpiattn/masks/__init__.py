@@ -4,28 +4,46 @@
 compare and can be pickled.  `IntervalMask` is what they are, and what a mask of one's own has to be.
 """
 
-from ..problem.interval_mask import IntervalMask
-from .given import function, intervals
-from .grid import neighborhood
-from .ranges import ranges
-from .sequence import blocks, causal, chunked, global_tokens, share_question, window
-from .sphere import sphere
-from .text import parse
-from .tree import tree
+from importlib import import_module
 
-__all__ = [
-    "IntervalMask",
-    "blocks",
-    "causal",
-    "chunked",
-    "function",
-    "global_tokens",
-    "intervals",
-    "neighborhood",
-    "parse",
-    "ranges",
-    "share_question",
-    "sphere",
-    "tree",
-    "window",
-]
+_HOMES = {
+    "IntervalMask": ".interval_mask",
+    "blocks": ".sequence",
+    "causal": ".sequence",
+    "chunked": ".sequence",
+    "function": ".given",
+    "global_tokens": ".sequence",
+    "intervals": ".given",
+    "neighborhood": ".grid",
+    "parse": ".text",
+    "ranges": ".ranges",
+    "share_question": ".sequence",
+    "sphere": ".sphere",
+    "tree": ".tree",
+    "window": ".sequence",
+}
+__all__ = list(_HOMES)
+
+TYPE_CHECKING = False  # type checkers take it for true; the module typing is not loaded for it
+if TYPE_CHECKING:
+    from .given import function as function
+    from .given import intervals as intervals
+    from .grid import neighborhood as neighborhood
+    from .interval_mask import IntervalMask as IntervalMask
+    from .ranges import ranges as ranges
+    from .sequence import blocks as blocks
+    from .sequence import causal as causal
+    from .sequence import chunked as chunked
+    from .sequence import global_tokens as global_tokens
+    from .sequence import share_question as share_question
+    from .sequence import window as window
+    from .sphere import sphere as sphere
+    from .text import parse as parse
+    from .tree import tree as tree
+else:
+
+    def __getattr__(name):
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_HOMES[name], __name__), name)  # next time it is there
+        return value

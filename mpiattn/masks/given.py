@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import ArgumentError
-from ..problem.interval_mask import NEVER, PIECE, IntervalMask, without_empty
-from ..problem.values import whole_number
+from ..system.values import whole_number
+from .interval_mask import NEVER, PIECE, IntervalMask, without_empty
 from .pieces import all_cuts
 from .values import digest
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ..problem.interval_mask import Intervals
+    from .interval_mask import Intervals
 
     IntArray = NDArray[np.int64]
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import ArgumentError
-from ..problem.choices import one_of
-from ..problem.interval_mask import IntervalMask
+from ..system.choices import one_of
+from .interval_mask import IntervalMask
 from .pieces import in_pieces, needed_cuts
 from .rows import of_cyclic_rows
 from .values import at_least, by_axis, fits, truths, whole_numbers
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ..problem.interval_mask import Intervals
+    from .interval_mask import Intervals
 
     IntArray = NDArray[np.int64]
 

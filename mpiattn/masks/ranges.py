@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import ArgumentError
-from ..problem.choices import one_of
-from ..problem.interval_mask import IntervalMask, disjoint, without_empty
+from ..system.choices import one_of
+from .interval_mask import IntervalMask, disjoint, without_empty
 from .pieces import all_cuts
 from .values import digest, whole_numbers
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ..problem.interval_mask import Intervals
+    from .interval_mask import Intervals
 
     IntArray = NDArray[np.int64]
 

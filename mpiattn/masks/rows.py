@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ..problem.interval_mask import Intervals
+    from .interval_mask import Intervals
 
     IntArray = NDArray[np.int64]
 

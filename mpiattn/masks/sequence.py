@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import ArgumentError
-from ..problem.interval_mask import IntervalMask, without_empty
-from ..problem.values import whole_number
+from ..system.values import whole_number
+from .interval_mask import IntervalMask, without_empty
 from .pieces import needed_cuts
 from .values import digest, fits, whole_numbers
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ..problem.interval_mask import Intervals
+    from .interval_mask import Intervals
 
     IntArray = NDArray[np.int64]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import ArgumentError
-from ..problem.interval_mask import IntervalMask
+from .interval_mask import IntervalMask
 from .pieces import in_pieces, needed_cuts
 from .rows import of_cyclic_rows
 from .values import digest, fits, whole_numbers
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ..problem.interval_mask import Intervals
+    from .interval_mask import Intervals
 
     IntArray = NDArray[np.int64]
     FloatArray = NDArray[np.float64]

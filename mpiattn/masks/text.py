@@ -16,7 +16,7 @@ from .tree import tree
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ..problem.interval_mask import IntervalMask
+    from .interval_mask import IntervalMask
 
 # What --help says, a line each.
 FORMS = {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import ArgumentError
-from ..problem.interval_mask import IntervalMask, disjoint, without_empty
+from .interval_mask import IntervalMask, disjoint, without_empty
 from .pieces import needed_cuts
 from .values import digest, whole_numbers
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ..problem.interval_mask import Intervals
+    from .interval_mask import Intervals
 
     IntArray = NDArray[np.int64]
 

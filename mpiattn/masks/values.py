@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import ArgumentError
-from ..problem.values import truth, whole_number
+from ..system.values import truth, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable

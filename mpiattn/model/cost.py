@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from ..problem.choices import one_of
 from ..schedule.collective import collective
 from ..schedule.greedy import greedy
 from ..schedule.kinds import KINDS
 from ..schedule.steps import Costs, apart
 from ..schedule.travels import token_bytes
+from ..system.choices import one_of
 from .machine import DEFAULT
 from .simulate import nodes_of
 

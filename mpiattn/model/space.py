@@ -10,10 +10,10 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..problem.byte_counts import byte_count
-from ..problem.choices import one_of
 from ..problem.layout import LAYOUTS, Layout, of_sizes
 from ..schedule.regroup import every_tile
 from ..schedule.route import ROUTES, passed_on
+from ..system.choices import one_of
 from .cost import SCHEDULES
 from .machine import DEFAULT, Machine
 from .simulate import nodes_of

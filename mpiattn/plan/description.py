@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ..arguments.documents import DocumentArguments
 from ..arguments.keywords import unknown
 from ..model.search import times_as_long
-from ..problem.choices import one_of
+from ..system.choices import one_of
 
 if TYPE_CHECKING:
     from ..backends.base import Backend

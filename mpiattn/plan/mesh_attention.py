@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from ..backends.base import Array
+    from ..masks.interval_mask import IntervalMask
     from ..model.machine import Machine
     from ..problem.documents import PerDocument
-    from ..problem.interval_mask import IntervalMask
     from ..problem.layout import AnyLayout
     from ..schedule.tile import Tile
 

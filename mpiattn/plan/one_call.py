@@ -15,10 +15,10 @@ from ..comm.peers import time_limit
 from ..comm.refusal import of_function, refusing
 from ..errors import ArgumentError
 from ..model.memory import chunk_bytes
-from ..problem.choices import one_of
 from ..problem.layout import LAYOUTS, Layout
 from ..problem.tensors import as_array, what_is
-from ..problem.values import truth
+from ..system.choices import one_of
+from ..system.values import truth
 from .mesh_attention import MeshAttention
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from ..comm.transport import check_transport
 from ..model import cost, planes
 from ..model.machine import DEFAULT
 from ..model.space import DIRECTIONS, layouts, memory_limit, routes
-from ..problem.choices import one_of
 from ..problem.documents import expected_cuts
 from ..problem.layout import LAYOUTS
 from ..problem.problem import Problem
 from ..schedule.tile import parse_tile
+from ..system.choices import one_of
 
 if TYPE_CHECKING:
     import os

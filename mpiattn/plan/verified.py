@@ -10,7 +10,7 @@ from ..comm.agreement import everywhere
 from ..comm.refusal import of_call, refusing
 from ..errors import ArgumentError, VerificationError
 from ..problem.tensors import as_array, detached, is_tensor
-from ..problem.values import whole_number
+from ..system.values import whole_number
 from ..verify.spread import SAMPLES, verify
 from .arguments import compared
 from .description import Described

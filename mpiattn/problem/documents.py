@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import numpy as np
 
 from ..errors import ArgumentError
+from ..system.values import truth
 from .group import Group
-from .values import truth
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from ..errors import ArgumentError
-from .choices import one_of
+from ..system.choices import one_of
+from ..system.values import whole_number
 from .grid import checked_blocks, of_grid
 from .pieces import Pieces
-from .values import whole_number
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray

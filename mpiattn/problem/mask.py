@@ -1,6 +1,6 @@
 """Masks as row intervals: every query attends to a few intervals of key positions.
 
-`causal`, `window`, prefixes, causal blocks and documents leave one interval; a `problem.interval_mask` several.
+`causal`, `window`, prefixes, causal blocks and documents leave one interval; a `masks.interval_mask` several.
 
 `causal` and `window` are relative to a diagonal that is aligned bottom-right: the diagonal of query i is key
 i + Sk - Sq, so that of the last query is the last key.  Causal, with Sq = 2, Sk = 4 and Sq = 4, Sk = 2 (1 = attends):
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from ..masks.interval_mask import IntervalMask
     from .columns import ToColumns
-    from .interval_mask import IntervalMask
 
 PIECE = 2**15  # queries looked at at a time: their intervals stay in cache
 OVERFLOWING = 2**31  # tokens from which on products of the closed form do not fit an int64

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError
+from ..masks.interval_mask import IntervalMask, checked_mask
 from ..system.closest import of_choices
-from .interval_mask import IntervalMask, checked_mask
+from ..system.values import truth, whole_number
 from .mask import MASK_FIELDS, Mask, Window
-from .values import truth, whole_number
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 # Names of dtypes elsewhere; what has two meanings, as "float" does in NumPy and torch, is not among them.

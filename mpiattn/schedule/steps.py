@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from ..problem.choices import one_of
+from ..system.choices import one_of
 from .kinds import GATHERED, REDUCED, arena_of, chunk_of
 from .route import ROUTES, leg_of
 

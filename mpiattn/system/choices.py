@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError
-from ..system.closest import of_choices
+from .closest import of_choices
 
 if TYPE_CHECKING:
     from collections.abc import Collection
