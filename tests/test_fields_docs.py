@@ -1,6 +1,7 @@
-"""The program and the table of the page on fields."""
+"""The page on fields: its program, its code, and what it says of bytes."""
 
 import re
+import runpy
 import sys
 
 import launch
@@ -75,3 +76,52 @@ def test_heat_says_what_is_wrong():
     outcome = launch.mpirun(2, words, check=False, timeout=60)
     assert outcome.returncode
     assert outcome.stderr.count("--grid is [1, 9]; it must have") == 1 and "Traceback" not in outcome.stderr
+
+
+# Compares what ranks have with dense attention, by NumPy on rank 0.  `seen`: bool (points, points).
+COMPARE = """
+def whole(array):
+    places, parts = comm.gather(plan.positions), comm.gather(array)
+    return parts and np.concatenate(parts, 1)[0][np.argsort(np.concatenate(places))]
+
+def compare(seen, *arrays):
+    q, k, v, out, *grads = (whole(array) for array in arrays)
+    if comm.rank == 0:
+        q, k, v, out, *grads = (array.swapaxes(0, 1).astype(float) for array in (q, k, v, out, *grads))
+        score = q @ k.swapaxes(1, 2) / np.sqrt(q.shape[2])
+        weight = np.where(seen, np.exp(score - score.max()), 0)
+        weight /= weight.sum(2, keepdims=True)
+        dweight = out @ v.swapaxes(1, 2)
+        dscore = weight * (dweight - (weight * dweight).sum(2, keepdims=True)) / np.sqrt(q.shape[2])
+        right = weight @ v, dscore @ k, dscore.swapaxes(1, 2) @ q, weight.swapaxes(1, 2) @ out
+        for got, ref in zip((out, *grads), right):
+            assert np.abs(got - ref).max() < 1e-5 * np.abs(ref).max()
+"""
+BLOCK = """
+y, x = np.divmod(np.arange(24 * 32), 32)
+first = np.clip(y - 3, 0, 24 - 7)[:, None]
+compare((first <= y) & (y < first + 7) & ((x - x[:, None] + 3) % 32 < 7), q, k, v, out, dq, dk, dv)
+"""
+SPHERE = """
+at = np.concatenate([2 * np.pi * np.arange(n) / n for n in rows])
+up = np.repeat(np.pi / 2 - (np.arange(len(rows)) + 0.5) * np.pi / len(rows), rows)
+points = np.stack([np.cos(up) * np.cos(at), np.cos(up) * np.sin(at), np.sin(up)], 1)
+compare(points @ points.T > np.cos(np.radians(25)) - 1e-8, q, k, v, out)
+"""
+
+
+def code_of(name):
+    text = (launch.DOCS / "fields.md").read_text()
+    return re.search(rf"<!-- test: {name} -->\n```python\n(.*?)```", text, re.DOTALL)[1]
+
+
+def test_code_of_the_page():
+    code = f"{code_of('block')}comm = cart{COMPARE}{BLOCK}{code_of('sphere')}{SPHERE}"
+    launch.mpirun(3, [sys.executable, "-m", "mpi4py", "-c", code], timeout=60)
+
+
+@pytest.mark.workshop
+def test_bytes_of_the_page():
+    """If not: python docs/fields.py."""
+    page = (launch.DOCS / "fields.md").read_text()
+    assert runpy.run_path(str(launch.DOCS / "fields.py"))["written"](page) == page
