@@ -100,9 +100,9 @@ comm = MPI.COMM_WORLD
 places = np.argsort(np.concatenate(comm.allgather(plan.positions)))
 q, k, v, out = (np.concatenate(comm.allgather(a), 1)[0, places].swapaxes(0, 1).astype(float) for a in (q, k, v, out))
 y, x = np.divmod(np.arange(12 * 16), 16)
-near = [(first[:, None] <= at) & (at < first[:, None] + 5) for at, n in ((y, 12), (x, 16)) for first in [(at - 2).clip(0, n - 5)]]
+top, left = (y - 2).clip(0, 12 - 5)[:, None], (x - 2).clip(0, 16 - 5)[:, None]
 seen = np.ones((194, 194), bool)
-seen[2:, 2:] = near[0] & near[1]
+seen[2:, 2:] = (top <= y) & (y < top + 5) & (left <= x) & (x < left + 5)
 weight = np.where(seen, np.exp(q @ k.swapaxes(1, 2) / np.sqrt(8)), 0)
 ref = weight / weight.sum(2, keepdims=True) @ v
 assert np.abs(out - ref).max() < 1e-5
