@@ -72,6 +72,7 @@ FEATURES = {
     "window": Feature({"window": (3, 1)}, decode={"window": (3, 1)}, options=("window",)),
     "prefix": Feature({"prefix": 5}, options=("prefix",)),
     "causal_block": Feature({"causal_block": 4}, options=("causal_block",)),
+    "mask of several intervals": Feature({"mask": mpiattn.masks.neighborhood((3, 4), 3)}, options=("mask",)),
     "documents: cu_seqlens": Feature({}, {"cu_seqlens": [0, 5, 12]}, options=("documents",)),
     "prefixes, a prefix for each document": Feature(
         {"causal": True}, {"cu_seqlens": [0, 5, 12], "prefixes": [2, 0]}, options=("prefixes",)
@@ -88,6 +89,8 @@ FEATURES = {
     "layout striped": Feature({"layout": "striped"}, options=("layout",)),
     "layout zigzag": Feature({"layout": "zigzag"}, options=("layout",)),
     "layout of uneven pieces": Feature({"layout": mpiattn.Layout("contiguous", TOKENS, 1, (TOKENS,))}),
+    "layout of blocks of a grid": Feature({"layout": mpiattn.Layout.grid((3, 4), (1, 1))}, options=("grid",)),
+    "layout of any ranges": Feature({"layout": mpiattn.Layout.of_ranges([[(0, 5), (5, TOKENS)]])}),
     "wire_dtype": Feature({"wire_dtype": "bfloat16"}, options=("wire_dtype",)),
     "wire_dtype on the ring route": Feature({"wire_dtype": "bfloat16", "route": "ring"}),
     "max_memory": Feature({"max_memory": 10**8}, options=("max_memory",)),
