@@ -159,7 +159,7 @@ def main():
     parser.add_argument("--steps", type=int, default=30, help="attention follows every tenth (default: %(default)s)")
     parser.add_argument("--window", type=int, default=7, help="points seen along an axis (default: %(default)s)")
     parser.add_argument("--cyclic", type=int, nargs="*", default=[0, 1], choices=(0, 1), help="axes (default: 0 1)")
-    parser.add_argument("--tile", default="auto", help="AxB, ring for a halo exchange (default: %(default)s)")
+    parser.add_argument("--tile", default="auto", help="AxB, ring or auto (default: %(default)s)")
     args = parser.parse_args()
     try:
         run(args)

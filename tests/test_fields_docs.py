@@ -8,6 +8,8 @@ import launch
 import numpy as np
 import pytest
 
+from mpiattn import Layout
+
 pytestmark = pytest.mark.skipif(not launch.DOCS.is_dir(), reason="takes the docs of a checkout")
 GRID, WINDOW, STEPS = (13, 17), 5, 20
 
@@ -124,4 +126,6 @@ def test_code_of_the_page():
 def test_bytes_of_the_page():
     """If not: python docs/fields.py."""
     page = (launch.DOCS / "fields.md").read_text()
-    assert runpy.run_path(str(launch.DOCS / "fields.py"))["written"](page) == page
+    made = runpy.run_path(str(launch.DOCS / "fields.py"))
+    assert made["written"](page) == page
+    assert made["flat"](Layout.grid((256, 512), (4, 4))) == made["by_hand"]((4, 4)) == [2387 * 1024, 2 * 2387 * 1024]
