@@ -55,7 +55,7 @@ class Field:
         return self.with_ghosts[1:-1, 1:-1]
 
     def _messages(self, axis):
-        """(to whom, what leaves, from whom, where it goes) of both directions along an axis, as derived datatypes."""
+        """Both messages along an axis: (to whom, points that leave, from whom, ghosts that arrive), in datatypes."""
         n, size = self.shape[axis], list(self.shape)
         size[axis] = 1
 
@@ -69,7 +69,7 @@ class Field:
         return [(after, line(n), before, line(0)), (before, line(1), after, line(n + 1))]
 
     def exchange(self):
-        """Fill the ghosts: with the neighbours' points, or at an edge that is not periodic with the block's own."""
+        """Fill the ghosts with the points of neighbours, and with the block's own at an edge that is not periodic."""
         t = self.with_ghosts
         t[0], t[-1], t[:, 0], t[:, -1] = t[1], t[-2], t[:, 1], t[:, -2]  # insulated
         for to, leaving, source, arriving in self.messages:  # PROC_NULL beyond an edge
@@ -97,13 +97,16 @@ class Field:
 
 
 def weights():
-    """The same on every rank: (3, 4, heads * dim), which make q, k and v of features; and (heads * dim,) for out."""
+    """(3, 4, heads * dim), which makes q, k and v of features, and (heads * dim,), which reads out; on all ranks alike."""
     rng = np.random.default_rng(0)
     return rng.standard_normal((3, 4, HEADS * DIM), np.float32) / 2, rng.standard_normal(HEADS * DIM, np.float32) / 16
 
 
 def attend(field, plan, make_qkv, read_out):
-    """Attention changes the field; the loss, the mean of half its square, and the gradient of that by make_qkv."""
+    """Points attend to each other, and what they get is added to the field.
+
+    Returns the loss, half the mean square of this change, and the gradient of the loss with respect to make_qkv.
+    """
     features = field.features()
     q, k, v = (features @ make_qkv).reshape(3, 1, -1, HEADS, DIM)  # each (1, points of the block, heads, dim)
     out, lse = plan.forward(q, k, v)
@@ -119,9 +122,8 @@ def attend(field, plan, make_qkv, read_out):
 
 def run(args):
     """The steps, on all ranks; rank 0 prints."""
-    world = MPI.COMM_WORLD
     periods = [axis in args.cyclic for axis in (0, 1)]
-    cart = world.Create_cart(MPI.Compute_dims(world.size, 2), periods, reorder=True)
+    cart = MPI.COMM_WORLD.Create_cart(MPI.Compute_dims(MPI.COMM_WORLD.size, 2), periods, reorder=True)
     if any(n < parts for n, parts in zip(args.grid, cart.dims)):
         raise mpiattn.ArgumentError(f"--grid is {args.grid}; it must have a point for each of {cart.dims} blocks")
     field = Field(cart, args.grid)
@@ -158,7 +160,9 @@ def main():
     parser.add_argument("--grid", type=int, nargs=2, default=[48, 64], help="points of both axes (default: 48 64)")
     parser.add_argument("--steps", type=int, default=30, help="attention follows every tenth (default: %(default)s)")
     parser.add_argument("--window", type=int, default=7, help="points seen along an axis (default: %(default)s)")
-    parser.add_argument("--cyclic", type=int, nargs="*", default=[0, 1], choices=(0, 1), help="axes (default: 0 1)")
+    parser.add_argument(
+        "--cyclic", type=int, nargs="*", default=[0, 1], choices=(0, 1), help="axes that are (default: 0 1)"
+    )
     parser.add_argument("--tile", default="auto", help="AxB, ring or auto (default: %(default)s)")
     args = parser.parse_args()
     try:
