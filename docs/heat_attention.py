@@ -97,7 +97,7 @@ class Field:
 
 
 def weights():
-    """(3, 4, heads * dim), which makes q, k and v of features, and (heads * dim,), which reads out; on all ranks alike."""
+    """Alike on all ranks: (3, 4, heads * dim), which makes q, k and v of features; (heads * dim,), which reads out."""
     rng = np.random.default_rng(0)
     return rng.standard_normal((3, 4, HEADS * DIM), np.float32) / 2, rng.standard_normal(HEADS * DIM, np.float32) / 16
 
