@@ -68,6 +68,14 @@ def prose_to_terms(app, what, name, obj, options, lines):
     lines[:] = made
 
 
+def pictures_as_they_are(app, what, name, obj, options, lines):
+    """Make an indented block after a line that ends with a colon a literal one: drawings of masks and layouts."""
+    for number in range(len(lines) - 2):
+        line, between, below = lines[number : number + 3]
+        if re.search(r"[^:]:$", line) and not between and below.startswith("    "):
+            lines[number] += ":"
+
+
 def skip_fields(app, what, name, obj, skip, options):
     """Leave out the fields of named tuples, which their class describes."""
     return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field number") else None
@@ -76,5 +84,6 @@ def skip_fields(app, what, name, obj, skip, options):
 def setup(app):
     """Called by Sphinx."""
     app.connect("source-read", front_page)
+    app.connect("autodoc-process-docstring", pictures_as_they_are, priority=300)
     app.connect("autodoc-process-docstring", prose_to_terms, priority=400)  # before numpydoc, at 500
     app.connect("autodoc-skip-member", skip_fields)

@@ -7,7 +7,10 @@ import re
 import sys
 
 import launch
+import numpy as np
 import pytest
+
+from mpiattn import masks
 
 needs_docs = pytest.mark.skipif(not launch.DOCS.is_dir(), reason="takes the docs of a checkout")
 
@@ -61,24 +64,50 @@ def test_code_of_masks():
     launch.mpirun(3, [sys.executable, "-c", code], timeout=60)
 
 
+def shown(text, shape):
+    """Whether every query sees every key of a mask on a grid: bool (queries, keys)."""
+    tokens = np.prod(shape)
+    begin, end = (side[:, :, None] for side in masks.parse(text, shape).intervals(np.arange(tokens), tokens, tokens))
+    return ((begin <= np.arange(tokens)) & (np.arange(tokens) < end)).any(axis=0)
+
+
+def pictures_of(name):
+    """(text of a mask, rows of its picture) of those side by side, and one below the other, in a block of the page."""
+    page = (launch.DOCS / "masks.md").read_text()
+    for row in re.search(rf"<!-- test: {name} -->\n```\n(.*?)```", page, re.DOTALL)[1].split("\n\n"):
+        heads, *lines = row.splitlines()
+        for head in re.finditer(r"\S+(?: \S+)*", heads):
+            yield head[0], [re.match(r"\S(?: \S)*", line[head.start() :])[0].split(" ") for line in lines]
+
+
 @needs_docs
-def test_neighbourhoods_on_a_grid():
-    """Forward and backward, against dense attention of the whole grid on one rank."""
+def test_pictures_of_masks():
+    drawn = list(pictures_of("pictures"))
+    for text, picture in drawn:
+        assert (shown(text, (5,)) == (np.array(picture) == "1")).all(), text
+    assert len(drawn) == 11
+    for text, rows in pictures_of("fields"):
+        picture = np.array(rows)
+        (query,) = np.flatnonzero(picture == "x")
+        assert (shown(text, picture.shape)[query].reshape(picture.shape) == (picture != ".")).all(), text
+
+
+@needs_docs
+def test_a_mask_of_ones_own():
+    """Against dense attention: what `plan.verify` compares with has the intervals of the same class."""
     check = """
-whole = [np.concatenate(comm.allgather(array), axis=1) for array in (q, k, v, out, dq, dk, dv)]
-y, x = np.divmod(np.arange(rows * columns), columns)
-seen = (abs(y[:, None] - y) <= R) & (abs(x[:, None] - x) <= R)
-q, k, v, out, *grads = (array[0].swapaxes(0, 1).astype(np.float64) for array in whole)
-score = np.where(seen, q @ k.swapaxes(1, 2) / 4, -np.inf)
-weight = np.exp(score - score.max(axis=2, keepdims=True))
-weight /= weight.sum(axis=2, keepdims=True)
-ref = weight @ v
-dscore = weight * (ref @ v.swapaxes(1, 2) - (ref * ref).sum(axis=2, keepdims=True)) / 4
-expected = ref, dscore @ k, dscore.swapaxes(1, 2) @ q, weight.swapaxes(1, 2) @ ref
-for got, right in zip((out, *grads), expected):
-    assert np.abs(got - right).max() < 1e-5 * np.abs(right).max()
+comm = MPI.COMM_WORLD
+places = np.argsort(np.concatenate(comm.allgather(plan.positions)))
+q, k, v, out = (np.concatenate(comm.allgather(a), 1)[0, places].swapaxes(0, 1).astype(float) for a in (q, k, v, out))
+y, x = np.divmod(np.arange(12 * 16), 16)
+top, left = (y - 2).clip(0, 12 - 5)[:, None], (x - 2).clip(0, 16 - 5)[:, None]
+seen = np.ones((194, 194), bool)
+seen[2:, 2:] = (top <= y) & (y < top + 5) & (left <= x) & (x < left + 5)
+weight = np.where(seen, np.exp(q @ k.swapaxes(1, 2) / np.sqrt(8)), 0)
+ref = weight / weight.sum(2, keepdims=True) @ v
+assert np.abs(out - ref).max() < 1e-5
 """
-    launch.mpirun(3, [sys.executable, "-c", code_of("masks.md", "grid") + check], timeout=60)
+    launch.mpirun(3, [sys.executable, "-m", "mpi4py", "-c", code_of("masks.md", "own") + check], timeout=60)
 
 
 @needs_docs
