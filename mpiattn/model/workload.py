@@ -124,10 +124,12 @@ def edges(pairs, queries, keys, work):
     """Number of edges of blocks with so many pairs, queries and keys: float, of the shape of pairs.
 
     An interval of a query that has keys of a block has one edge there, or PACKING of one if no mask cuts the block.
-    How many do is an estimate: where a mask cuts a block, the average interval has half of what it might.
+    How many do is an estimate: where a mask cuts a block, the average interval has half of what it might.  Of several
+    intervals most are whole.
     work: their `Work`.
     """
-    rows = np.minimum(2 * pairs / np.maximum(np.minimum(keys, work.keys_seen), 1), queries * work.lists)
+    cut = 2 if work.lists == 1 else 1
+    rows = np.minimum(cut * pairs / np.maximum(np.minimum(keys, work.keys_seen), 1), queries * work.lists)
     return np.where(pairs < queries * keys, rows, PACKING * rows)
 
 
