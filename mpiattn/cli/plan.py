@@ -127,6 +127,7 @@ def run(args):
         mask=mask,
     )
     planes.check_heads(asked, problem)
+    planes.check_mesh_layout(args.mesh_layout, space.layout_pairs, asked)
     choices, bounds, fastest = search.within_memory(space, every="tile" if args.ranks <= EVERY_TILE else None)
     auto, best = choices[0], bounds()
     if asked in best:

@@ -15,7 +15,7 @@ from ..model.search import SAME_TIME
 from ..model.space import DIRECTIONS
 from ..problem.byte_counts import byte_count
 from ..problem.grid import even_dims
-from ..problem.layout import LAYOUTS, Layout
+from ..problem.layout import GRID, LAYOUTS, Layout
 from ..problem.problem import ALIASES, ITEMSIZE
 from ..schedule.route import ROUTES
 
@@ -141,9 +141,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "(default: as MPI_Dims_create does, as equal as they can be)",
     ),
     "mesh-layout": dict(
-        **_one_of(LAYOUTS),
+        **_one_of((*LAYOUTS, GRID)),
         help="layout in which the mesh computes; if it differs from --layout, an all-to-all moves tokens before and "
-        "after; auto: the shorter predicted time (default: %(default)s)",
+        "after; grid: in the blocks of --grid; auto: the shorter predicted time (default: %(default)s)",
     ),
     "route": dict(
         **_one_of(ROUTES),

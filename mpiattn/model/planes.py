@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import ArgumentError
-from ..problem.layout import LAYOUTS, Layout
+from ..problem.layout import GRID, LAYOUTS, RANGES, Layout
 from ..schedule.kinds import IN_COLUMNS, KINDS
 from ..schedule.regroup import Regrouping, split
 from ..schedule.tile import Tile
@@ -41,6 +41,16 @@ def check_heads(tile: Tile | None, problem: Problem) -> None:
         f"tile is {tile}; {tile.h} planes cannot split {heads}: {rule} must divide {p.heads}, the number of heads, and "
         f"must divide {p.kv_heads}, the number of KV heads, or be a multiple of it"
     )
+
+
+def check_mesh_layout(wanted: str, pairs: Sequence[tuple[Layout, Layout]], tile: Tile | None) -> None:
+    """Raise ArgumentError if a mesh cannot compute in a layout of the caller's own kind, where that is wanted."""
+    if wanted not in (GRID, RANGES):
+        return
+    if any(layout.kind != wanted for pair in pairs for layout in pair):
+        raise ArgumentError(f"mesh_layout is {wanted!r}; layout must be of that kind too, as the mesh takes its chunks")
+    if tile is not None and tile.h > 1:
+        raise ArgumentError(f"mesh_layout is {wanted!r} and tile {tile}; planes have other chunks than ranks do")
 
 
 def node_places(tile: Tile) -> list[int]:
@@ -97,6 +107,8 @@ def inner_layouts(space, pair, chunks):
     problem, wanted = space.problem, space.mesh_layout
     if not isinstance(wanted, str):
         return [wanted]
+    if wanted in (GRID, RANGES):
+        return [pair] if pair[0].chunks == chunks else []
     if wanted != "auto":
         return [pair_of((wanted, wanted), problem, chunks)]
     own = pair

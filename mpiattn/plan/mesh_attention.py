@@ -77,7 +77,8 @@ class MeshAttention(Verified):
         chunks in order of rank; or two: (queries, keys).
     mesh_layout : str, default "auto"
         Kind of layout in which the mesh computes.  An all-to-all before and after makes it of `layout` where it is
-        another kind, or where there are planes.  "auto": what is predicted to be faster.
+        another kind, or where there are planes.  "auto": what is predicted to be faster.  "grid" or "ranges", where
+        `layout` is of that kind: without regrouping.
     schedule, route : str, default "auto"
         schedule: "greedy", "collective" or "auto".  route: "direct", "ring" or "auto".
     direction : str, default "forward"

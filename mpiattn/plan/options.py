@@ -13,7 +13,7 @@ from ..model import cost, planes
 from ..model.machine import DEFAULT
 from ..model.space import DIRECTIONS, layouts, memory_limit, routes
 from ..problem.documents import expected_cuts
-from ..problem.layout import LAYOUTS
+from ..problem.layout import GRID, LAYOUTS, RANGES
 from ..problem.problem import Problem
 from ..schedule.tile import parse_tile
 from ..system.choices import one_of
@@ -51,15 +51,17 @@ class Options:
         one_of("overlap", self.overlap, (True, False))
         check_transport(self.backend, self.transport)
         routes(self.route, problem, DEFAULT)
-        one_of("mesh_layout", self.mesh_layout, (*LAYOUTS, "auto"))
+        one_of("mesh_layout", self.mesh_layout, (*LAYOUTS, GRID, RANGES, "auto"))
         tile = parse_tile(self.tile, ranks)
         planes.check_heads(tile, problem)
         cuts = expected_cuts(problem, self.expected_cu_seqlens)
+        pairs = layouts(self.layout, problem, ranks, problem.mask_of(cuts))
+        planes.check_mesh_layout(self.mesh_layout, pairs, tile)
         return replace(
             self.unchecked(),
             tile=tile,
             expected_cu_seqlens=cuts,
-            layout=layouts(self.layout, problem, ranks, problem.mask_of(cuts)),
+            layout=pairs,
             fixed=not isinstance(self.layout, str),
             max_message=message_limit(self.max_message),
             max_memory=memory_limit(self.max_memory),

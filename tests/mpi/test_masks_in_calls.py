@@ -28,8 +28,10 @@ def test_a_field_however_it_is_held(group, kind):
     q, k, v, dout = inputs()
     expected = reference.attention(q, k, v, mask=MASK)
     gradients = reference.backward(dout, q, k, v, mask=MASK)
-    with MeshAttention(group, seqlen=60, heads=HEADS, head_dim=DIM, mask=MASK, layout=layout) as plan:
+    how = {"mesh_layout": "grid"} if kind == "blocks" else {}
+    with MeshAttention(group, seqlen=60, heads=HEADS, head_dim=DIM, mask=MASK, layout=layout, **how) as plan:
         at = plan.positions
+        assert kind != "blocks" or plan.mesh_layout == "grid"
         chunks = [np.ascontiguousarray(array[:, at]) for array in (q, k, v)]
         out, lse = plan.forward(*chunks)
         results = out, *plan.backward(dout[:, at], *chunks, out, lse)
@@ -65,6 +67,12 @@ def test_what_is_refused(group):
     assert text.startswith("mask is neighborhood 3x5 grid=6x10 cyclic=1") and "seqlen 61" in text, text
     text = same_error(group, lambda: plan(mask=np.ones((60, 60), bool)))
     assert text.startswith("mask is a ndarray; it must be a mask of mpiattn.masks"), text
+    blocks = {"layout": Layout.grid(SHAPE, (1, group.size)), "mesh_layout": "grid"}
+    text = same_error(group, lambda: plan(**blocks | {"layout": "contiguous"}))
+    assert text.startswith("mesh_layout is 'grid'; layout must be of that kind"), text
+    if group.size > 1:
+        text = same_error(group, lambda: plan(**blocks, tile=(group.size, 1, 1), heads=2 * group.size))
+        assert text.startswith(f"mesh_layout is 'grid' and tile {group.size}x1x1"), text
     with plan() as made:
         text = same_error(group, lambda: made.like(seqlen=30))
         assert text.startswith("mask is neighborhood"), text
