@@ -72,7 +72,9 @@ FEATURES = {
     "window": Feature({"window": (3, 1)}, decode={"window": (3, 1)}, options=("window",)),
     "prefix": Feature({"prefix": 5}, options=("prefix",)),
     "causal_block": Feature({"causal_block": 4}, options=("causal_block",)),
-    "mask of several intervals": Feature({"mask": mpiattn.masks.neighborhood((3, 4), 3)}, options=("mask",)),
+    "mask of several intervals": Feature(
+        {"mask": mpiattn.masks.neighborhood((3, 4), 3)}, decode={"mask": mpiattn.masks.chunked(4)}, options=("mask",)
+    ),
     "documents: cu_seqlens": Feature({}, {"cu_seqlens": [0, 5, 12]}, options=("documents",)),
     "prefixes, a prefix for each document": Feature(
         {"causal": True}, {"cu_seqlens": [0, 5, 12], "prefixes": [2, 0]}, options=("prefixes",)
