@@ -76,7 +76,7 @@ def test_sdpa_errors(arguments, message):
     [
         (
             "--grid 65x88 --dims 2x2 --kernel 5x4",
-            {"grid": [17, 22], "dims": [2, 2], "mask": "neighborhood 5x4 grid=65x88 cyclic=1 edge=clipped"},
+            {"grid": [65, 88], "dims": [2, 2], "mask": "neighborhood 5x4 grid=65x88 cyclic=1 edge=clipped"},
             "a grid of 65x88 in 2x2 blocks, 2 heads x 16",
         ),
         (

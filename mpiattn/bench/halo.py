@@ -71,7 +71,7 @@ def _arguments():
         help="axes of --grid that go on with their first point after their last, counted from 0, as 0,1; '' for none "
         "(default: the last, longitude)",
     )
-    options.add(parser, "tile", "schedule", "layout", "route", "backend", "json")
+    options.add(parser, "tile", "schedule", "layout", "route", "backend", "machine", "json")
     return parser
 
 
@@ -136,7 +136,7 @@ def _measure(job, args):
         case = (_Window if args.grid is None else _Grid)(comm.size, args)
     cart = comm.Create_cart(case.dims, case.periods)
     shape = {"seqlen": case.seqlen, **options.given(args, "heads", "head-dim", "dtype", "backend"), **case.mask}
-    chosen = {**options.given(args, "tile", "schedule", "route"), "layout": case.layout}
+    chosen = {**options.given(args, "tile", "schedule", "route", "machine"), "layout": case.layout}
     with MeshAttention(comm, **shape, **chosen) as plan, MeshAttention(comm, **shape, layout=case.by_hand) as other:
         with agreement(peers):
             halo = case.exchange(peers, cart, backends.get(plan.backend), plan.problem)
