@@ -26,8 +26,7 @@ def launches(begin, end):
 class HaloExchange:
     """Attention of this rank's queries to its own keys, while messages travel, and then to those that came.
 
-    Subclasses set `own` and `came`, the `launches` for a rank's own keys and for those of the halo, and `sent`, the
-    bytes that a pass sends.
+    Subclasses set `own`, the `launches` for a rank's own keys, and `sent`, the bytes that a pass sends.
 
     cart: a Cartesian communicator of the ranks of peers, in the same order.  backend: has the block kernel.
     tokens: of this rank.
@@ -42,23 +41,24 @@ class HaloExchange:
         """Begin all messages; returns their requests."""
         raise NotImplementedError
 
-    def halo(self):
-        """The keys and values that `came` sees, when all messages are here."""
+    def add_halo(self, q):
+        """Add what the queries see of the halo to the partial; all messages are here."""
         raise NotImplementedError
 
     def forward(self, q, k, v, out):
         """Attention of this rank's chunks (tokens, heads, dim) into out."""
         requests = self.post(k, v)
         self.backend.clear(*self.partial)
-        self._launch(q, k, v, self.own, lambda share: MPI.Request.Testall(requests))
+        self.launch(self.own, self.partial, q, k, v, lambda share: MPI.Request.Testall(requests))
         self.peers.wait(requests, lambda: "for the messages of the exchange by hand")
-        self._launch(q, *self.halo(), self.came)
+        self.add_halo(q)
         self.backend.copy(out, self.partial[0])
 
-    def _launch(self, q, k, v, lists, meanwhile=None):
+    def launch(self, lists, partial, q, k, v, meanwhile=None):
+        """Add the attention of queries to keys to their partial.  lists: of `launches`."""
         for rows, begin, end in lists:
             block = BlockInputs(q[rows], k, v, begin, end, self.problem.scale)
-            self.backend.attend(block, *(part[rows] for part in self.partial), meanwhile=meanwhile)
+            self.backend.attend(block, *(part[rows] for part in partial), meanwhile=meanwhile)
 
 
 class WindowExchange(HaloExchange):
@@ -91,6 +91,6 @@ class WindowExchange(HaloExchange):
             requests += [self.cart.Isend(part.view(np.uint8), self.after, TAG) for part in parts]
         return requests
 
-    def halo(self):
+    def add_halo(self, q):
         """As of `HaloExchange`."""
-        return self.arrays
+        self.launch(self.came, self.partial, q, *self.arrays)

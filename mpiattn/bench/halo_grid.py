@@ -62,7 +62,9 @@ class GridExchange(HaloExchange):
         self.sends = [self._message(neighbours[way], way, self._part_for(way)) for way in others]
         self.receives = [self._message(neighbours[way], _back(way), self._halo_at(way)) for way in others]
         self.sent = sum(message.buffer.nbytes for message in self.sends)
-        self.own, self.came = self._own_lists(), self._halo_lists()
+        self.sides = below[1], above[1]
+        self.own, self.beside = self._own_lists(), self._lists_beside()
+        self.above_and_below = self._lists_above_and_below()
 
     def _exists(self, axis, step):
         """Whether there is a block after this one (step 1) or before it (-1) along an axis."""
@@ -112,24 +114,29 @@ class GridExchange(HaloExchange):
         end = seen * columns + np.minimum(x + after[1] + 1, columns)
         return launches(begin, np.where((seen >= 0) & (seen < rows), end, begin))
 
-    def _halo_lists(self):
-        """The same of the halo, by their numbers in the extended block.
-
-        A query sees whole lines of a window in the halo above and below the block.  Beside the block it sees the part
-        of a line before the block or the one after it, never both, since no window is wider than a block.
-        """
+    def _lists_above_and_below(self):
+        """The same of the halo above and below the block, by the numbers of its keys in the extended block."""
         (rows, columns), (above, left) = self.block, self.first
         height, width = self.extended.shape[1:3]
         y, x = (axis.ravel() for axis in np.indices((rows, columns)))
         seen = y + above + np.arange(-self.before[0], self.after[0] + 1)[:, None]
-        begin = np.maximum(x + left - self.before[1], 0) + 0 * seen
-        end = np.minimum(x + left + self.after[1] + 1, width) + 0 * seen
-        beside = (seen >= above) & (seen < above + rows)
-        from_left = beside & (begin < left)
-        end = np.where(from_left, left, end)
-        begin = np.where(beside & ~from_left, np.maximum(begin, left + columns), begin)
-        some = (seen >= 0) & (seen < height) & (begin < end)
-        return launches(seen * width + begin, seen * width + np.where(some, end, begin))
+        begin = seen * width + np.maximum(x + left - self.before[1], 0)
+        end = seen * width + np.minimum(x + left + self.after[1] + 1, width)
+        some = (seen >= 0) & (seen < height) & ((seen < above) | (seen >= above + rows))
+        return launches(begin, np.where(some, end, begin))
+
+    def _lists_beside(self):
+        """The same of the queries at the sides, of the keys of the halo beside the block.
+
+        Of both there are as many columns in a row: first those on the left, then those on the right.  No query sees
+        both sides, since no window is wider than a block.
+        """
+        left, right = self.sides
+        y, x = (axis.ravel() for axis in np.indices((self.block[0], left + right)))
+        seen = y + np.arange(-self.before[0], self.after[0] + 1)[:, None]
+        begin = seen * (left + right) + np.where(x < left, x, left)
+        end = seen * (left + right) + np.where(x < left, left, x + 1)
+        return launches(begin, np.where((seen >= 0) & (seen < self.block[0]), end, begin))
 
     def post(self, k, v):
         """As of `HaloExchange`."""
@@ -148,13 +155,33 @@ class GridExchange(HaloExchange):
     def _begin(call, message):
         return call(message.buffer.view(np.uint8), message.neighbour, message.tag)
 
-    def halo(self):
-        """As of `HaloExchange`."""
+    def add_halo(self, q):
+        """As of `HaloExchange`.
+
+        The queries at the sides are few in each row: kernels take them faster from an array of their own.
+        """
         for message in self.receives:
             self.extended[(slice(None), *message.place)] = message.buffer
         for to, of in self.copies:
             self.extended[(slice(None), *to)] = self.extended[(slice(None), *of)]
-        return self.extended.reshape(2, -1, *self.extended.shape[3:])
+        keys, values = self.extended
+        both = (array.reshape(-1, *array.shape[2:]) for array in (keys, values))
+        self.launch(self.above_and_below, self.partial, q, *both)
+        if self.beside:
+            (rows, columns), (left, right) = self.block, self.sides
+            beside = self._halo_at((0, 0))[0]
+            wholes = [array.reshape(rows, columns, *array.shape[1:]) for array in (q, *self.partial)]
+            queries, *partial = map(self._at_sides, wholes)
+            self.launch(self.beside, partial, queries, *map(self._at_sides, (keys[beside], values[beside])))
+            for whole, part in zip(wholes[1:], partial):
+                part = part.reshape(rows, left + right, *part.shape[1:])
+                whole[:, :left], whole[:, columns - right :] = part[:, :left], part[:, left:]
+
+    def _at_sides(self, array):
+        """The points at both sides of an array (rows, columns, ...) as a new one (points, ...)."""
+        left, right = self.sides
+        both = np.concatenate([array[:, :left], array[:, array.shape[1] - right :]], axis=1)
+        return both.reshape(-1, *array.shape[2:])
 
 
 def _back(way):
