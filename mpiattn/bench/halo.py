@@ -13,7 +13,6 @@ with each other and then measured in turn: plan, halo, plan, halo, ... A time is
 place before.
 """
 
-import argparse
 import sys
 from functools import partial
 from math import prod
@@ -25,11 +24,10 @@ from ..comm.agreement import agreement
 from ..console import options
 from ..console.table import duration, size, table
 from ..errors import ArgumentError, VerificationError
-from ..masks import neighborhood
 from ..plan.mesh_attention import MeshAttention
 from ..problem.layout import Layout
 from ..version import __version__
-from . import standalone
+from . import neighborhood, standalone
 from .baseline import TOLERANCE
 from .halo_exchange import WindowExchange
 from .halo_grid import GridExchange
@@ -37,13 +35,6 @@ from .turns import difference, in_turn, slowest
 
 SEQLEN, WINDOW = 65536, 511
 OF_WINDOW, OF_GRID = ("seqlen", "window"), ("dims", "kernel", "cyclic")  # options of either case
-
-
-def _axes(text):
-    """A tuple of axes, counted from 0, from the text of --cyclic."""
-    if not all(axis.isdecimal() for axis in text.split(",") if text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not axes; write numbers from 0 with commas between, as in 0,1")
-    return tuple(int(axis) for axis in text.split(",") if text)
 
 
 def _arguments():
@@ -58,19 +49,7 @@ def _arguments():
     parser.add_argument("--seqlen", type=int, help=f"tokens (default: {SEQLEN}, or the points of --grid)")
     parser.add_argument("--window", type=int, help=f"keys before its own that a query sees (default: {WINDOW})")
     options.add(parser, "grid", "dims")
-    parser.add_argument(
-        "--kernel",
-        type=options.parse_numbers,
-        metavar="SHAPE",
-        help="points of --grid that a query sees around it along both axes, for example 15x15",
-    )
-    parser.add_argument(
-        "--cyclic",
-        type=_axes,
-        metavar="AXES",
-        help="axes of --grid that go on with their first point after their last, counted from 0, as 0,1; '' for none "
-        "(default: the last, longitude)",
-    )
+    neighborhood.add(parser)
     options.add(parser, "tile", "schedule", "layout", "route", "backend", "machine", "json")
     return parser
 
@@ -102,21 +81,11 @@ class _Grid:
         for name in OF_WINDOW:
             if getattr(args, name) is not None:
                 raise ArgumentError(f"--{name} is given with --grid, which has no {name} but its points and --kernel")
-        if args.kernel is None:
-            raise ArgumentError("--kernel is missing; give it with --grid, for example 15x15")
-        for name in ("grid", "kernel"):
-            if len(getattr(args, name)) != 2:
-                given = "x".join(map(str, getattr(args, name)))
-                raise ArgumentError(f"--{name} is {given}; the exchange by hand takes two axes, for example 15x15")
-        self.kernel, cyclic = args.kernel, (1,) if args.cyclic is None else args.cyclic
-        if not set(cyclic) <= {0, 1}:
-            raise ArgumentError(f"--cyclic is {','.join(map(str, cyclic))}; it must be axes of --grid: 0, 1 or 0,1")
+        mask, self.periods = neighborhood.of(args)
         self.seqlen = prod(args.grid)
         self.layout = self.by_hand = options.layout_of(args, ranks, self.seqlen)
         self.dims = [len(lengths) for lengths in self.layout.sizes]
-        self.periods = [axis in cyclic for axis in (0, 1)]
-        mask = neighborhood(args.grid, self.kernel, cyclic=self.periods, edge="clipped")
-        self.mask = {"mask": mask}
+        self.kernel, self.mask = args.kernel, {"mask": mask}
         self.data = {"mask": str(mask), "grid": args.grid, "dims": self.dims}
         sizes = ("x".join(map(str, shape)) for shape in (args.grid, self.dims))
         self.words = "a grid of {} in {} blocks".format(*sizes), str(mask)
