@@ -12,12 +12,13 @@
     python tests/scaling.py strong --hosts 4 16 64     # one problem on ever more hosts
     python tests/scaling.py decode                     # one token over spread keys: trees, rings, MPI's own Allreduce
     python tests/scaling.py halo                       # a window beside an exchange of halos written by hand
+    python tests/scaling.py halo2d                     # a neighbourhood on a grid beside the same with corners
     python tests/scaling.py all --folder results
 
 Each experiment launches `mpiattn bench` with a paced back end: blocks are really computed and then sleep until the time
-is over that they take at a given speed, for two cores cannot compute for 64 hosts at once.  `halo` alone computes at
-this machine's own speed.  All times are of such compute and real messages.  Every launch is kept as JSON in --folder;
-code 1 if a claim does not hold.  Nothing else may run meanwhile.  Takes what tests/netcluster.py takes.
+is over that they take at a given speed, for two cores cannot compute for 64 hosts at once.  `halo` and `halo2d` alone
+compute at this machine's own speed.  All times are of such compute and real messages.  Every launch is kept as JSON in
+--folder; code 1 if a claim does not hold.  Nothing else may run meanwhile.  Takes what tests/netcluster.py takes.
 """
 
 import argparse
@@ -47,6 +48,7 @@ from scaling_planes import balance, nodes, planes
 from searches import flat_choices
 
 from mpiattn.model.machine import load
+from mpiattn.problem.grid import even_dims
 from mpiattn.problem.problem import Problem
 from mpiattn.schedule.tile import parse_tile
 from mpiattn.schedule.tile import tiles as every_tile
@@ -309,34 +311,40 @@ def decode(lab, hosts):
 
 def halo(lab, hosts):
     """A causal window over long contiguous chunks beside an exchange of halos that is written by hand."""
-    rate, chunk, window = 100e6 / 8, 16384, 511
+    chunk, window = 16384, 511
     for n in hosts:
-        print(
-            f"halo-{n}: {n} hosts at 100 Mb/s, {chunk} tokens each, 1 head x 64, a window of {window + 1}", flush=True
-        )
+        text = f"{chunk} tokens each, 1 head x 64, a window of {window + 1}"
         for layout in ("contiguous", "auto"):
-            with netcluster.Hosts(n, kilobits(rate)) as up:
-                data = lab.launch(
-                    f"halo-{n}-{layout}",
-                    up,
-                    {"hosts": n, "rate": rate},
-                    "--seqlen",
-                    n * chunk,
-                    "--heads",
-                    1,
-                    "--window",
-                    window,
-                    "--layout",
-                    layout,
-                    "--runs",
-                    lab.runs,
-                    benchmark=("-m", "mpiattn.bench.halo"),
-                )
-            median, sent = data["median"], data["sent_bytes"]
-            for name, took in median.items():
-                print(f"  {name}: {took:.3f} s, {sent[name] / 2**20:.3f} MiB sent at most", flush=True)
-            lab.claim(f"{layout}: plan over the halo exchange", median["plan"] / median["halo"], high=1.1)
-            lab.claim(f"{layout}: bytes of the plan over those of the exchange", sent["plan"] / sent["halo"], 1, 1)
+            options = "--seqlen", n * chunk, "--window", window, "--layout", layout
+            sent = beside_halo(lab, f"halo-{n}-{layout}", n, text, options)
+            lab.claim("bytes of the plan over those of the exchange", sent["plan"] / sent["halo"], 1, 1)
+
+
+def halo2d(lab, hosts):
+    """A neighbourhood on a grid in blocks, longitude cyclic, beside an exchange of faces and corners by hand."""
+    grid, kernel = "256x512", "15x15"
+    for n in hosts:
+        dims = "x".join(map(str, even_dims(n, 2)))
+        text = f"a grid of {grid} in {dims} blocks, 1 head x 64, {kernel}"
+        for tile in ("ring", "auto"):
+            options = "--grid", grid, "--dims", dims, "--kernel", kernel, "--tile", tile
+            sent = beside_halo(lab, f"halo2d-{n}-{tile}", n, text, options)
+            lab.claim("bytes of the plan over those of the exchange", sent["plan"] / sent["halo"], high=1)
+
+
+def beside_halo(lab, name, n, text, options):
+    """Launch `mpiattn.bench.halo` on n hosts and judge its times; returns the bytes that a rank sends at most."""
+    rate = 100e6 / 8
+    print(f"{name}: {n} hosts at 100 Mb/s, {text}", flush=True)
+    options = *options, "--heads", 1, "--runs", lab.runs
+    with netcluster.Hosts(n, kilobits(rate)) as up:
+        data = lab.launch(name, up, {"hosts": n, "rate": rate}, *options, benchmark=("-m", "mpiattn.bench.halo"))
+    median, sent = data["median"], data["sent_bytes"]
+    print(f"  tile {data['tile']}, {data['schedule']}, {data['layout']} and {data['mesh_layout']} layout", flush=True)
+    for which, took in median.items():
+        print(f"  {which}: {took:.3f} s, {sent[which] / 2**20:.3f} MiB sent at most", flush=True)
+    lab.claim("plan over the halo exchange", median["plan"] / median["halo"], high=1.1)
+    return sent
 
 
 EXPERIMENTS = {
@@ -352,6 +360,7 @@ EXPERIMENTS = {
     "strong": (strong, (4, 8, 16, 32, 64)),
     "decode": (decode, (16, 64)),
     "halo": (halo, (16,)),
+    "halo2d": (halo2d, (16,)),
 }
 
 

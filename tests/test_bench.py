@@ -70,6 +70,36 @@ def test_sdpa_errors(arguments, message):
     assert outcome.stderr.count(message) == 1 and "Traceback" not in outcome.stderr
 
 
+@pytest.mark.draw(1)
+@pytest.mark.parametrize(
+    "options, facts, words",
+    [
+        (
+            "--grid 65x88 --dims 2x2 --kernel 5x4",
+            {"grid": [65, 88], "dims": [2, 2], "mask": "neighborhood 5x4 grid=65x88 cyclic=1 edge=clipped"},
+            "a grid of 65x88 in 2x2 blocks, 2 heads x 16",
+        ),
+        (
+            "--seqlen 129 --window 9 --layout contiguous",
+            {"causal": True, "window": 9},
+            "129 tokens, 2 heads x 16, float32, causal in a window of 10 keys",
+        ),
+    ],
+)
+def test_halo(tmp_path, options, facts, words):
+    """A plan of a flat mesh sends what the exchange by hand sends."""
+    path = tmp_path / "halo.json"
+    program = [sys.executable, "-m", "mpiattn.bench.halo", "--heads", "2", "--head-dim", "16", "--runs", "2"]
+    program += ["--tile", "ring", "--schedule", "greedy"]
+    text = launch.mpirun(4, [*program, *options.split(), "--json", path]).stdout
+    assert words in text and "halo exchange by hand" in text
+    data = json.loads(path.read_text())
+    assert {name: data[name] for name in facts} == facts and data["difference"] < 1e-5
+    for nbytes in (data["sent_bytes"], data["sent_bytes_of_all"]):
+        assert nbytes["plan"] == nbytes["halo"] > 0
+    assert all(len(data["seconds"][name]) == 2 for name in ("plan", "halo"))
+
+
 def test_other_ranks_sleep_while_rank_0_works():
     code = (
         "import time; from mpi4py import MPI; from mpiattn.bench.sdpa import asleep\n"
