@@ -107,7 +107,8 @@ class CpuBackend(NumpyBackend):
         begin, end = np.ascontiguousarray(begin, np.int32), np.ascontiguousarray(end, np.int32)
         v = _values(v, k, inputs.get("dout", results.get("out")))
         if pages is None:
-            numbers = {"groups": len(begin), "kv_heads": _heads(k), "keys": len(k)}
+            lists, groups = begin.shape[-1] if begin.ndim == 3 else 1, len(begin)
+            numbers = {"lists": lists, "groups": groups, "kv_heads": _heads(k), "keys": len(k)}
         else:
             k, v = k.swapaxes(0, 1), v.swapaxes(0, 1)
             pages, tables = Tables.of(pages).joined
