@@ -45,14 +45,14 @@ INLINE void set_bits(uint64_t* bits, long from, long to) {
     word[1] |= some >> 1 >> (63 - shift);
 }
 
-// The rows of a patch of tokens: of each token those of all query heads of a KV head.
-static void place_rows(const struct launch* of, const struct order* order, long number, int kv_head,
-                       struct rows* rows) {
-    const long heads = of->heads / of->kv_heads;
-    const struct patch patch = patch_of(of, order, number);
+// The rows of a tile: of each token of a patch those of the query heads of a KV head.
+static void place_rows(const struct launch* of, const struct order* order, long tile, int kv_head, struct rows* rows) {
+    const long queries = of->heads / of->kv_heads, part = tile % order->parts * order->heads;
+    const long first = kv_head * queries + part, last = first + min(order->heads, queries - part);
+    const struct patch patch = patch_of(of, order, tile / order->parts);
     long i = 0, token = patch.first;
     for (long n = 0; n < patch.count; n++) {
-        for (long head = kv_head * heads; head < (kv_head + 1) * heads; head++)
+        for (long head = first; head < last; head++)
             rows->place[i++] = (struct place){token, head, sequence_of(of, head)};
         token += n % patch.width == patch.width - 1 ? patch.period - patch.width + 1 : 1;
     }
@@ -139,7 +139,7 @@ static void find_seen_columns(const struct launch* of, struct columns* columns, 
             const long from = max(at, 0), to = min(at + end - begin, columns->count);
             if (from < to) {
                 set_bits(bits_of(columns, i), from, to);
-                rows->to[i] = 1;
+                rows->to[i] = max(rows->to[i], to);
             }
         }
     }

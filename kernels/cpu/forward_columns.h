@@ -10,7 +10,7 @@
 // A piece of work is a tile of rows, of some KV heads whose rows see the same.
 struct column_pieces {
     struct order order;
-    long tiles, heads;  // patches of the order; KV heads of a piece
+    long tiles, heads;  // of a KV head's rows; KV heads of a piece
     int64_t bytes;      // of a thread's scratch memory
 };
 
@@ -87,7 +87,7 @@ static int32_t forward_of_columns(const struct launch* of) {
     struct job job;
     struct column_pieces pieces;
     const double operations = 2.0 * (of->head_dim + of->value_dim) * rows_of(of) * of->keys * of->kv_heads;
-    pieces.order = find_order(of, MAX_ROWS), pieces.tiles = patches_of(&pieces.order);
+    pieces.order = find_order(of, MAX_ROWS), pieces.tiles = tiles_of(&pieces.order);
     pieces.heads = heads_of_piece(of, pieces.tiles), pieces.bytes = column_thread_bytes(of);
     begin_job(&job, of, pieces.tiles * of->kv_heads);
     return in_threads(&job, threads_for(of, operations, pieces.tiles * of->kv_heads / pieces.heads), column_worker,

@@ -20,6 +20,7 @@
 // Patches of `height` periods and of `width` tokens in each; they follow each other along the period.  The last ones
 // are smaller, and tokens after the last whole period have patches of their own.
 struct order {
+    long heads, parts;  // of a KV head's query heads those of a tile; tiles that share a patch
     long period, periods, width, height;
     long strips, bands, rest;  // patches along a period, and across; those of the tokens after the last period
 };
@@ -28,8 +29,10 @@ struct patch {
     long first, width, count, period;  // of tokens: of a period `width`, beginning with `first`
 };
 
-// The number of patches.
-INLINE long patches_of(const struct order* order) { return order->strips * order->bands + order->rest; }
+// The tiles of a KV head's rows.
+INLINE long tiles_of(const struct order* order) {
+    return (order->strips * order->bands + order->rest) * order->parts;
+}
 
 INLINE struct patch patch_of(const struct launch* of, const struct order* order, long number) {
     const long size = order->width * order->height, along = number % order->strips * order->width;
@@ -109,31 +112,33 @@ static double keys_seen(double width, double height, double along, double across
     return (along + width - 1) * (across + height - 1);
 }
 
-// The order of a launch's tokens in which its rows see fewest keys.
+// The order of a launch's tokens in which tiles of so many rows see fewest keys.
 static struct order find_order(const struct launch* of, long max_rows) {
-    const long heads = of->heads / of->kv_heads, most = max(max_rows / heads, 1), token = find_sample(of);
+    const long queries = of->heads / of->kv_heads, heads = min(queries, max_rows), most = max_rows / heads;
+    const long token = find_sample(of), period = find_period(of, token);
     const double panel = MR > heads ? (double)MR / heads : 1;
-    const long period = find_period(of, token);
-    if (!period)
-        return (struct order){of->tokens, 1, most, 1, (of->tokens + most - 1) / most, 1, 0};
-    const double all = count_both(of, token, token), next = all - count_both(of, token, token + 1);
-    const double later = all - count_both(of, token, token + period);
-    const double along = all / (next > 1 ? next : 1), across = all / (later > 1 ? later : 1);
-    const long periods = of->tokens / period;
-    struct order order = {0};
-    double least = INFINITY;
-    for (long width = 1; width <= min(period, most); width++) {
-        const long bands = (periods + most / width - 1) / (most / width), height = (periods + bands - 1) / bands;
-        const double rows = width * height * heads, deep = panel / width;
-        const double of_panel = deep <= 1 ? keys_seen(panel, 1, along + (width > panel ? STEP : 0), across)
-                                          : keys_seen(width, deep > (long)deep ? deep + 0.5 : deep, along, across);
-        const double cost = (rounded_up(rows, MR) * of_panel + PACKING * keys_seen(width, height, along, across)) / rows;
-        if (cost < least) {
-            const long rest = of->tokens - period * periods, size = width * height;
-            least = cost;
-            order = (struct order){period, periods, width, height, (period + width - 1) / width, bands,
-                                   (rest + size - 1) / size};
+    struct order order = {.heads = heads, .parts = (queries + heads - 1) / heads};
+    order.period = order.strips = of->tokens, order.periods = order.height = order.bands = 1, order.width = most;
+    if (period) {
+        const double all = count_both(of, token, token), next = all - count_both(of, token, token + 1);
+        const double later = all - count_both(of, token, token + period);
+        const double along = all / (next > 1 ? next : 1), across = all / (later > 1 ? later : 1);
+        double least = INFINITY;
+        order.period = period, order.periods = of->tokens / period;
+        for (long width = 1; width <= min(period, most); width++) {
+            const long bands = (order.periods + most / width - 1) / (most / width);
+            const long height = (order.periods + bands - 1) / bands;
+            const double rows = width * height * heads, deep = panel / width;
+            const double of_panel = deep <= 1 ? keys_seen(panel, 1, along + (width > panel ? STEP : 0), across)
+                                              : keys_seen(width, deep > (long)deep ? deep + 0.5 : deep, along, across);
+            const double of_tile = keys_seen(width, height, along, across);
+            const double cost = (rounded_up(rows, MR) * of_panel + PACKING * of_tile) / rows;
+            if (cost < least)
+                least = cost, order.width = width, order.height = height, order.bands = bands;
         }
     }
+    order.strips = (order.period + order.width - 1) / order.width;
+    const long size = order.width * order.height;
+    order.rest = (of->tokens - order.period * order.periods + size - 1) / size;
     return order;
 }
