@@ -83,9 +83,60 @@ static int attend_tile(struct job* job, int thread, struct forward_work* work, i
                         stop - start, work->acc + panel * MR * width + c, width);
             }
             if (work->odd.count)
-                add_odd_values(of, work, kv_head, key0, rows, panel, block);
+                add_odd_values(of, work, kv_head, key0, rows, panel, block, block, block + BLOCK);
         }
         if (block + BLOCK < rows->highest && give_up(job, thread))
+            return 0;
+    }
+    return 1;
+}
+
+// The scores of a panel with the columns [start, stop).
+static void score_columns(const real* q, const real* keys, long head_dim, long start, long stop, real* score) {
+    long j = start;
+    if (j % NR) {                                                   // the second half of packed columns
+        product_of(1, 0, q, 1, MR, keys + (j - LANES) * head_dim + LANES, head_dim, score, BLOCK);
+        j += LANES;
+    }
+    for (; j + NR <= stop; j += NR)
+        product(0, q, 1, MR, keys + j * head_dim, head_dim, score + j - start, BLOCK);
+    if (j < stop)
+        product_of(1, 0, q, 1, MR, keys + j * head_dim, head_dim, score + j - start, BLOCK);
+}
+
+// As attend_tile, of rows that see some of the columns in work, which are packed.
+static int attend_columns(struct job* job, int thread, struct forward_work* work, int kv_head, const struct rows* rows,
+                          real* top, real* total) {
+    const struct launch* of = job->of;
+    const struct columns* columns = rows->columns;
+    const long width = rounded_up(of->value_dim, NR), head_dim = of->head_dim;
+    struct parts parts;
+    for (long panel = 0; panel * MR < rows->count; panel++) {
+        for (long from = 0; next_parts(columns, panel, &from, &parts);) {
+            for (long n = 0; n < parts.count; n++)
+                score_columns(work->q + panel * MR * head_dim, work->keys, head_dim, parts.part[n].start,
+                              parts.part[n].stop, work->score + parts.part[n].at);
+            for (long i = panel * MR; i < min((panel + 1) * MR, rows->count); i++) {
+                real* score = work->score + (i - panel * MR) * BLOCK;
+                if (of->softcap)
+                    apply_softcap(of->softcap, 1, 0, parts.filled, score);
+                for (long n = 0; n < parts.count; n++)
+                    hide_columns(columns, i, parts.part[n].start, parts.part[n].stop, score + parts.part[n].at);
+                const real decay = weigh(0, parts.filled, score, top + i, total + i);
+                if (decay != 1)
+                    for (long c = 0; c < width; c += LANES)
+                        store(work->acc + i * width + c, load(work->acc + i * width + c) * decay);
+            }
+            for (long n = 0; n < parts.count; n++) {
+                const long start = parts.part[n].start, stop = min(parts.part[n].stop, columns->count);
+                for (long c = 0; c < width; c += NR)
+                    product(1, work->score + parts.part[n].at, BLOCK, 1, work->values + c * work->pitch + start * NR,
+                            stop - start, work->acc + panel * MR * width + c, width);
+                if (work->odd.count)
+                    add_odd_values(of, work, kv_head, 0, rows, panel, start - parts.part[n].at, start, stop);
+            }
+        }
+        if (panel % 4 == 3 && give_up(job, thread))
             return 0;
     }
     return 1;

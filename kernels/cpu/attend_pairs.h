@@ -79,7 +79,46 @@ static int attend_tile(struct job* job, int thread, struct forward_work* work, i
                         to - from, work->acc + first * width + c, width);
             }
             if (work->odd.count)
-                add_odd_values(of, work, kv_head, key0, rows, panel, block);
+                add_odd_values(of, work, kv_head, key0, rows, panel, block, block, block + BLOCK);
+        }
+        if (give_up(job, thread))
+            return 0;
+    }
+    return 1;
+}
+
+// As attend_tile, of rows that see some of the columns in work, which are packed.
+static int attend_columns(struct job* job, int thread, struct forward_work* work, int kv_head, const struct rows* rows,
+                          real* top, real* total) {
+    const struct launch* of = job->of;
+    const struct columns* columns = rows->columns;
+    const long width = DEPTH(of->value_dim), depth = DEPTH(of->head_dim);
+    const real scale = scale_left(of->scale);
+    struct parts parts;
+    for (long panel = 0; panel * MR < rows->count; panel++) {
+        const long first = panel * MR, count = min(rows->count - first, MR);
+        for (long from = 0; next_parts(columns, panel, &from, &parts);) {
+            for (long n = 0; n < parts.count; n++) {
+                real* score = work->score + parts.part[n].at;
+                for (long j = parts.part[n].start; j < parts.part[n].stop; j += NR, score += NR)
+                    product(0, work->q + first * depth, depth, 1, work->keys + j * depth, depth, score, BLOCK);
+            }
+            for (long i = 0; i < count; i++) {
+                real* score = work->score + i * BLOCK;
+                if (of->softcap)
+                    apply_softcap(of->softcap, scale, 0, parts.filled, score);
+                for (long n = 0; n < parts.count; n++)
+                    hide_columns(columns, first + i, parts.part[n].start, parts.part[n].stop, score + parts.part[n].at);
+            }
+            weigh(work, of->softcap ? 1 : scale, first, count, 0, parts.filled, width, top, total);
+            for (long n = 0; n < parts.count; n++) {
+                const long start = parts.part[n].start, stop = parts.part[n].stop, at = parts.part[n].at;
+                for (long c = 0; c < width; c += NR)
+                    product(1, work->weight + at, BLOCK, 1, work->values + c * work->pitch + start * NR, stop - start,
+                            work->acc + first * width + c, width);
+                if (work->odd.count)
+                    add_odd_values(of, work, kv_head, 0, rows, panel, start - at, start, stop);
+            }
         }
         if (give_up(job, thread))
             return 0;

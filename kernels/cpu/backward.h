@@ -13,12 +13,7 @@
 
 #pragma once
 
-#ifdef __AVX512BF16__
-#include "gradient_pairs.h"
-#else
-#include "gradient.h"
-#endif
-#include "work.h"
+#include "backward_columns.h"
 
 // Whether a KV head is so little work that a thread does it alone, reading the next one's rows meanwhile.
 static int is_alone(const struct launch* of) { return is_small(of) && of->keys <= KEYS; }
@@ -42,7 +37,6 @@ struct backward_pieces {  // what threads share
 // Takes the scratch memory of packed rows: of groups, or of each thread where it works alone.
 static int64_t row_work(const struct launch* of, char* scratch, struct backward_pieces* pieces) {
     char* at = scratch;
-    const long width = rounded_up(of->head_dim, NR), value_width = rounded_up(of->value_dim, NR);
     pieces->rows = rows_of(of), pieces->tiles = (pieces->rows + ROWS - 1) / ROWS;
     pieces->groups = (pieces->tiles + TILES - 1) / TILES, pieces->blocks = (of->keys + KEYS - 1) / KEYS;
     pieces->places = is_alone(of) || of->threads == 1 || pieces->groups * of->kv_heads == 1 ? 1 : 2;
@@ -54,12 +48,7 @@ static int64_t row_work(const struct launch* of, char* scratch, struct backward_
             (struct group){.tile = scratch ? into + n * most_tiles : 0, .number = n - pieces->places, .done = LONG_MAX};
     for (long t = 0; t < tiles; t++) {
         struct packed_rows none, *each = scratch ? into + t : &none;
-        each->q = take(&at, (ROWS * DEPTH(of->head_dim) + SLACK) * sizeof(operand));
-        each->dout = take(&at, (ROWS * DEPTH(of->value_dim) + SLACK) * sizeof(operand));
-        each->q_by_dim = take(&at, ROWS * width * sizeof(operand));
-        each->dout_by_dim = take(&at, ROWS * value_width * sizeof(operand));
-        each->odd_q.row = take(&at, ROWS * sizeof(int32_t));
-        each->odd_dout.row = take(&at, ROWS * sizeof(int32_t));
+        take_rows(of, &at, each);
     }
     return at - scratch;
 }
@@ -67,18 +56,9 @@ static int64_t row_work(const struct launch* of, char* scratch, struct backward_
 static int64_t backward_bytes(const struct launch* of) {
     struct backward_pieces pieces;
     struct backward_work work;
+    if (of->lists > 1)
+        return column_row_bytes(of) * of->threads;
     return row_work(of, 0, &pieces) + of->threads * backward_work(of, 0, &work);
-}
-
-// Adds dq of a tile and of a block of keys where a row sees some of them.
-static void add_dq(const struct launch* of, const struct backward_work* work, const struct rows* rows, long block,
-                   long count) {
-    const long width = rounded_up(of->head_dim, NR);
-    for (long i = 0; i < rows->count; i++) {
-        prefetch_row_at(rows, &of->dq, i, of->head_dim * sizeof(real));
-        if (max(rows->from[i], block) < min(rows->to[i], block + count))
-            add_scaled((real*)row_at(rows, &of->dq, i), of->scale, work->dq + i * width, 1, of->head_dim);
-    }
 }
 
 // Packs the rows of a KV head from `first` on as a tile.
@@ -88,29 +68,7 @@ static void pack_tile(const struct launch* of, const struct backward_work* work,
     if (tile->rows.lowest >= tile->rows.highest)
         return;
     tile->turn = (of->keys - 1) / KEYS - (tile->rows.highest - 1) / KEYS;
-    pack_rows(of, &work->ahead.from->q, of->head_dim, &tile->rows, of->scale, work->row, tile->q, tile->q_by_dim, ROWS,
-              &tile->odd_q);
-    pack_rows(of, &work->ahead.from->dout, of->value_dim, &tile->rows, 1, work->row, tile->dout, tile->dout_by_dim,
-              ROWS, &tile->odd_dout);
-    for (long i = 0; i < ROWS; i++) {
-        const int some = i < tile->rows.count;
-        const real lse = some ? *(real*)row_at(&tile->rows, &of->lse, i) : 0;
-        tile->base[i] = lse == -INFINITY ? 0 : lse;
-        tile->delta[i] = some ? *(real*)row_at(&tile->rows, &of->delta, i) : 0;
-    }
-}
-
-static long load_acquire(const long* number) { return __atomic_load_n(number, __ATOMIC_ACQUIRE); }
-static void set(long* number, long value) { __atomic_store_n(number, value, __ATOMIC_RELEASE); }
-
-// Waits until a number is at least `value`, which another thread brings about; returns whether to go on.
-static int wait_for(struct job* job, int thread, const long* number, long value) {
-    while (load_acquire(number) < value) {
-        if (give_up(job, thread))
-            return 0;
-        sched_yield();
-    }
-    return 1;
+    pack_found(of, work, tile);
 }
 
 // Waits until the group before this one is done with the block of a turn; returns whether to go on.
@@ -139,8 +97,8 @@ static int backward_block(struct job* job, int thread, const struct backward_pie
             continue;
         if (!packed) {
             pack_keys(of, &work->ahead.from->k, kv_head, of->head_dim, block, count, work->row, work->keys,
-                      work->keys_by_dim, KEYS, &work->odd_keys);
-            pack_keys(of, &work->ahead.from->v, kv_head, of->value_dim, block, count, work->row, work->values, 0, 0, 0);
+                      work->keys_by_dim, KEYS, &work->odd_keys, 0);
+            pack_keys(of, &work->ahead.from->v, kv_head, of->value_dim, block, count, work->row, work->values, 0, 0, 0, 0);
             clear_keys(of, work, count);
             packed = 1;
         }
@@ -155,7 +113,7 @@ static int backward_block(struct job* job, int thread, const struct backward_pie
     if (!wait_for(job, thread, &group->done, turn) || !wait_for_earlier(job, thread, pieces, group, turn))
         return 0;
     if (packed)
-        add_keys(of, work, kv_head, block, count);
+        add_keys(of, work, kv_head, block, count, 0);
     set(&group->done, turn + 1);
     return 1;
 }
@@ -220,6 +178,8 @@ static void head_worker(struct job* job, int thread, void* with) {
 }
 
 static int32_t backward(const struct launch* of) {
+    if (of->lists > 1)
+        return backward_of_columns(of);
     struct job job;
     struct backward_pieces pieces;
     struct backward_work none;

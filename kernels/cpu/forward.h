@@ -9,11 +9,7 @@
 
 #pragma once
 
-#ifdef __AVX512BF16__
-#include "attend_pairs.h"
-#else
-#include "attend.h"
-#endif
+#include "forward_columns.h"
 
 #define PIECES 4                // of work for a thread, at least, so that all are done at about the same time
 #define WINDOW 512              // keys, at most, that the rows of a tile see if windows are narrow
@@ -26,36 +22,8 @@ static int64_t thread_bytes(const struct launch* of) {
     return forward_work(of, 0, &work);
 }
 
-static int64_t forward_bytes(const struct launch* of) { return thread_bytes(of) * of->threads; }
-
-// The rows of a tile with the packed keys, of which key0 is the first.
-static void forward_tile(struct job* job, int thread, struct forward_work* work, int kv_head, long key0,
-                         const struct rows* rows) {
-    const struct launch* of = job->of;
-    const long width = rounded_up(of->value_dim, NR), panels = (rows->count + MR - 1) / MR;
-    real top[MAX_ROWS] __attribute__((aligned(VBYTES))), total[MAX_ROWS] __attribute__((aligned(VBYTES)));
-    pack_rows(of, &work->ahead.from->q, of->head_dim, rows, (real)of->scale, work->row, work->q, 0, 0, 0);
-    memset(work->acc, 0, panels * MR * width * sizeof(real));
-    for (long i = 0; i < panels * MR; i++) {
-        top[i] = -INFINITY, total[i] = 0;
-        if (rows->from[i] < rows->to[i])
-            top[i] = *(real*)row_at(rows, &of->lse, i);
-        if (top[i] != -INFINITY) {                      // out is normalised: its weights add up to 1, or it is 0
-            total[i] = 1;
-            prefetch_row_at(rows, &of->out, i, of->value_dim * sizeof(real));
-            memcpy(work->acc + i * width, row_at(rows, &of->out, i), of->value_dim * sizeof(real));
-        }
-    }
-    if (!attend_tile(job, thread, work, kv_head, key0, rows, top, total))
-        return;
-    for (long i = 0; i < rows->count; i++)
-        if (rows->from[i] < rows->to[i]) {
-            real* out = (real*)row_at(rows, &of->out, i);
-            prefetch_row_at(rows, &of->out, i, of->value_dim * sizeof(real));
-            const real inverse = total[i] == 0 ? 0 : 1 / total[i];
-            read_row(REAL, (const char*)(work->acc + i * width), out, of->value_dim, inverse);
-            *(real*)row_at(rows, &of->lse, i) = top[i] + logarithm(total[i]);
-        }
+static int64_t forward_bytes(const struct launch* of) {
+    return (of->lists > 1 ? column_thread_bytes(of) : thread_bytes(of)) * of->threads;
 }
 
 // Packs those of the keys [start, stop) that are in the panel of which `key` is the first, each at its place in it.
@@ -65,9 +33,9 @@ static void pack_panel(const struct launch* of, struct forward_work* work, int k
     const long end = min(rounded_up(stop - key, ALIGNED), min(of->keys - key, PANEL)), width = DEPTH(of->head_dim);
     const struct launch* from = work->ahead.from;
     pack_keys(of, &from->k, kv_head, of->head_dim, key + skipped, end - skipped, work->row,
-              work->keys + skipped * width, 0, 0, 0);
+              work->keys + skipped * width, 0, 0, 0, 0);
     pack_keys(of, &from->v, kv_head, of->value_dim, key + skipped, end - skipped, work->row, 0,
-              work->values + skipped * NR, work->pitch, &work->odd);
+              work->values + skipped * NR, work->pitch, &work->odd, 0);
     for (long n = 0; n < work->odd.count; n++)
         work->odd.row[n] += skipped;
 }
@@ -137,6 +105,8 @@ static int is_narrow(const struct launch* of) {
 }
 
 static int32_t forward(const struct launch* of) {
+    if (of->lists > 1)
+        return forward_of_columns(of);
     struct job job;
     struct forward_pieces pieces;
     const long tiles = (rows_of(of) + MAX_ROWS - 1) / MAX_ROWS;

@@ -12,6 +12,7 @@
 #define WEIGHTS_APART 0
 #endif
 #include "ahead.h"
+#include "columns.h"
 #include "work.h"
 
 #define PANEL 2048
@@ -42,18 +43,47 @@ static int64_t forward_work(const struct launch* of, char* scratch, struct forwa
     return at - scratch;
 }
 
-// Adds the values that are not finite, which the packed ones leave out, to the rows that see them.
+// Columns whose scores with a panel are side by side.
+struct parts {
+    long count, filled;                                 // parts; columns of all
+    struct {
+        long start, stop, at;                           // columns [start, stop), whose scores begin at `at`
+    } part[BLOCK / STEP];
+};
+
+// The next columns from *from on that some row of a panel sees, at most BLOCK, in whole steps; returns how many.
+static long next_parts(const struct columns* columns, long panel, long* from, struct parts* parts) {
+    const uint64_t* any = columns->any + panel * WORDS;
+    parts->count = parts->filled = 0;
+    while (parts->filled < BLOCK) {
+        const long first = first_column(any, *from, columns->count), start = first / STEP * STEP;
+        if (first == columns->count)
+            break;
+        long stop = start;
+        do
+            stop += STEP;
+        while (stop < columns->count && parts->filled + stop - start < BLOCK && any_column(any, stop, STEP));
+        parts->part[parts->count].start = start, parts->part[parts->count].stop = stop;
+        parts->part[parts->count++].at = parts->filled;
+        parts->filled += stop - start;
+        *from = stop;
+    }
+    return parts->filled;
+}
+
+// Adds the values of the keys [first, last) that are not finite, which the packed ones leave out, to the rows that see
+// them.  The weights are of the keys from `block` on.
 static void add_odd_values(const struct launch* of, struct forward_work* work, int kv_head, long key0,
-                           const struct rows* rows, long panel, long block) {
+                           const struct rows* rows, long panel, long block, long first, long last) {
     const long width = rounded_up(of->value_dim, NR);
     real* row = (real*)work->row;
     for (long n = 0; n < work->odd.count; n++) {
-        const long key = work->odd.row[n];
-        if (key < block || key >= block + BLOCK)
+        const long key = work->odd.row[n], number = rows->columns ? rows->columns->key[key] : key0 + key;
+        if (key < first || key >= last)
             continue;
-        read_row(of->element, kv_rows(of, &of->v, kv_head) + (key0 + key) * of->v.token, row, of->value_dim, 1);
+        read_row(of->element, kv_rows(of, &of->v, kv_head) + number * of->v.token, row, of->value_dim, 1);
         for (long i = 0; i < MR; i++)
-            if (rows->from[panel * MR + i] <= key && key < rows->to[panel * MR + i])
+            if (sees(rows, panel * MR + i, key))
                 for (int c = 0; c < of->value_dim; c++)
                     work->acc[(panel * MR + i) * width + c] += real_of(work->weight[i * BLOCK + key - block]) * row[c];
     }

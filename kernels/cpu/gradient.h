@@ -35,6 +35,7 @@ static void differentiate(const struct launch* of, const struct rows* rows, long
                           long block, long start, long stop, real* weight, real* dweight) {
     const integer from = rows->from[i] - block, to = rows->to[i] - block;
     const real inverse = of->softcap ? 1 / of->softcap : 0, cap = of->softcap;
+    const uint64_t* bits = rows->columns ? bits_of(rows->columns, i) : 0;
     ivec column = lane_numbers() + (integer)start;
     for (long j = start; j < stop; j += LANES, column += LANES) {
         vec score = load(weight + j), slope = splat(1);
@@ -46,7 +47,8 @@ static void differentiate(const struct launch* of, const struct rows* rows, long
         if (cap)
             ds *= slope;
         if (masked) {
-            const ivec seen = (column >= from) & (column < to);
+            const ivec seen = bits ? lanes_of(bits[(block + j) / 64] >> (block + j) % 64)
+                                   : (column >= from) & (column < to);
             p = (vec)((ivec)p & seen), ds = (vec)((ivec)ds & seen);
         }
         store(weight + j, p);
@@ -64,7 +66,9 @@ static void add_odd(const struct launch* of, const struct backward_work* work, c
         for (long n = 0; n < odd->count; n++) {
             const long i = odd->row[n];
             for (long j = max(rows->from[i] - block, 0); j < min(rows->to[i] - block, KEYS); j++)
-                if (which)
+                if (!sees(rows, i, block + j))
+                    continue;
+                else if (which)
                     add_scaled(work->dv + j * value_width, work->weight[i * KEYS + j],
                                tile->dout + i / MR * MR * value_dim + i % MR, MR, value_dim);
                 else
@@ -75,7 +79,7 @@ static void add_odd(const struct launch* of, const struct backward_work* work, c
     for (long n = 0; n < work->odd_keys.count; n++) {
         const long j = work->odd_keys.row[n];
         for (long i = 0; i < rows->count; i++)
-            if (rows->from[i] <= block + j && block + j < rows->to[i])
+            if (sees(rows, i, block + j))
                 add_scaled(work->dq + i * width, work->dweight[i * KEYS + j], work->keys + j / NR * NR * dim + j % NR,
                            NR, dim);
     }
@@ -90,19 +94,18 @@ static void backward_tile(const struct launch* of, struct backward_work* work, c
     const long panels = (rows->count + MR - 1) / MR, columns = rounded_up(rounded_up(count, NR), MR);
     long from[ROWS / MR], to[ROWS / MR];                // columns that a panel sees
     for (long panel = 0; panel < panels; panel++) {
-        from[panel] = max(rows->panel[panel].from - block, 0) / NR * NR;
-        to[panel] = min(rounded_up(rows->panel[panel].to - block, NR), KEYS);
+        int masked = 1;
+        panel_keys(rows, panel, block, from + panel, to + panel);
         real *weight = work->weight + panel * MR * KEYS, *dweight = work->dweight + panel * MR * KEYS;
-        if (from[panel] >= to[panel])
-            from[panel] = to[panel] = 0;
         for (long j = from[panel]; j < to[panel]; j += NR) {
             step_ahead(&work->ahead);
             product(0, tile->q + panel * MR * dim, 1, MR, work->keys + j * dim, dim, weight + j, KEYS);
             product(0, tile->dout + panel * MR * value_dim, 1, MR, work->values + j * value_dim, value_dim, dweight + j,
                     KEYS);
         }
-        const int masked =
-            rows->panel[panel].full_from > block + from[panel] || rows->panel[panel].full_to < block + to[panel];
+        if (!rows->columns)
+            masked =
+                rows->panel[panel].full_from > block + from[panel] || rows->panel[panel].full_to < block + to[panel];
         for (long i = 0; i < min(MR, rows->count - panel * MR); i++) {
             const long row = panel * MR + i;
             for (real* each = weight + i * KEYS;; each = dweight + i * KEYS) {  // zeros where no row of the panel sees
@@ -151,18 +154,19 @@ static void clear_keys(const struct launch* of, const struct backward_work* work
     memset(work->dv, 0, rounded_up(count, MR) * rounded_up(of->value_dim, NR) * sizeof(real));
 }
 
-// Adds what a block of `count` keys has gathered to dk and dv.
-static void add_keys(const struct launch* of, const struct backward_work* work, int kv_head, long block, long count) {
+// Adds what a block of `count` keys has gathered to dk and dv.  key: the keys, or 0 for those from `block` on.
+static void add_keys(const struct launch* of, const struct backward_work* work, int kv_head, long block, long count,
+                     const int32_t* key) {
     const long width = rounded_up(of->head_dim, NR), value_width = rounded_up(of->value_dim, NR);
     char *all_dk = kv_rows(of, &of->dk, kv_head), *all_dv = kv_rows(of, &of->dv, kv_head);
-    for (long j = block; j < block + count; j++) {
-        real* dk = (real*)(all_dk + j * of->dk.token);
-        real* dv = (real*)(all_dv + j * of->dv.token);
-        if (j + AHEAD_ROWS < block + count) {
-            prefetch_row((char*)dk + AHEAD_ROWS * of->dk.token, of->head_dim * sizeof(real));
-            prefetch_row((char*)dv + AHEAD_ROWS * of->dv.token, of->value_dim * sizeof(real));
+    for (long j = 0; j < count; j++) {
+        const long at = key ? key[j] : block + j, later = j + AHEAD_ROWS;
+        if (later < count) {
+            const long next = key ? key[later] : block + later;
+            prefetch_row(all_dk + next * of->dk.token, of->head_dim * sizeof(real));
+            prefetch_row(all_dv + next * of->dv.token, of->value_dim * sizeof(real));
         }
-        add_scaled(dk, 1, work->dk + (j - block) * width, 1, of->head_dim);
-        add_scaled(dv, 1, work->dv + (j - block) * value_width, 1, of->value_dim);
+        add_scaled((real*)(all_dk + at * of->dk.token), 1, work->dk + j * width, 1, of->head_dim);
+        add_scaled((real*)(all_dv + at * of->dv.token), 1, work->dv + j * value_width, 1, of->value_dim);
     }
 }

@@ -75,7 +75,9 @@ INLINE void differentiate(const struct launch* of, struct backward_work* work, c
             if (cap)
                 ds[r] *= slope;
             if (masked) {
-                const ivec seen = (column >= (integer)rows->from[row + r]) & (column < (integer)rows->to[row + r]);
+                const uint64_t* bits = rows->columns ? bits_of(rows->columns, row + r) : 0;
+                const ivec seen = bits ? lanes_of(bits[(block + j) / 64] >> (block + j) % 64)
+                                       : (column >= (integer)rows->from[row + r]) & (column < (integer)rows->to[row + r]);
                 p[r] = (vec)((ivec)p[r] & seen), ds[r] = (vec)((ivec)ds[r] & seen);
             }
             const __m256bh narrow = _mm512_cvtneps_pbh((__m512)ds[r]);
@@ -98,14 +100,14 @@ static void add_odd(const struct launch* of, const struct backward_work* work, c
         for (long n = 0; n < odd->count; n++) {
             const long i = odd->row[n];
             for (long j = max(rows->from[i] - block, 0); j < min(rows->to[i] - block, KEYS); j++)
-                for (long c = 0; c < depth; c++)
+                for (long c = 0; c < depth && sees(rows, i, block + j); c++)
                     to[c * KEYS + j] += real_of(weight[place(i, j)]) * real_of(from[i * depth + c]);
         }
     }
     for (long n = 0; n < work->odd_keys.count; n++) {
         const long j = work->odd_keys.row[n];
         for (long i = 0; i < rows->count; i++)
-            if (rows->from[i] <= block + j && block + j < rows->to[i])
+            if (sees(rows, i, block + j))
                 for (long c = 0; c < of->head_dim; c++)
                     work->dq[i * width + c] +=
                         real_of(work->dweight_rows[i * KEYS + j]) *
@@ -120,10 +122,7 @@ static void backward_tile(const struct launch* of, struct backward_work* work, c
     const long width = DEPTH(of->head_dim), value_width = DEPTH(of->value_dim), panels = (rows->count + MR - 1) / MR;
     long from[ROWS / MR], to[ROWS / MR];  // columns that a panel sees
     for (long panel = 0; panel < panels; panel++) {
-        from[panel] = max(rows->panel[panel].from - block, 0) / NR * NR;
-        to[panel] = min(rounded_up(rows->panel[panel].to - block, NR), KEYS);
-        if (from[panel] >= to[panel])
-            from[panel] = to[panel] = 0;
+        panel_keys(rows, panel, block, from + panel, to + panel);
         for (long start = from[panel]; start < to[panel]; start += SPAN) {
             const long stop = min(start + SPAN, to[panel]);
             for (long j = start; j < stop; j += NR) {
@@ -133,7 +132,7 @@ static void backward_tile(const struct launch* of, struct backward_work* work, c
                 product(0, tile->dout + panel * MR * value_width, value_width, 1, work->values + j * value_width,
                         value_width, work->dscore + j - start, SPAN);
             }
-            const int masked = rows->panel[panel].full_from > block + start ||
+            const int masked = rows->columns || rows->panel[panel].full_from > block + start ||
                                rows->panel[panel].full_to < block + stop || (panel + 1) * MR > rows->count;
             for (long row = panel * MR; row < (panel + 1) * MR; row += 2) {
                 step_ahead(&work->ahead);
@@ -174,12 +173,12 @@ static void backward_tile(const struct launch* of, struct backward_work* work, c
         add_odd(of, work, tile, block, width, value_width);
 }
 
-// to[c] += factor * turned[c][j] for the keys j of a block
+// to[c] += factor * turned[c][j] for the keys j of a block.  key: the keys, or 0 for those from `block` on.
 static void add_turned(const struct launch* of, const struct array* array, int kv_head, long block, long count,
-                       real factor, const real* turned, long dim) {
+                       real factor, const real* turned, long dim, const int32_t* key) {
     char* rows = kv_rows(of, array, kv_head);
     for (long j = 0; j < count; j++) {
-        real* to = (real*)(rows + (block + j) * array->token);
+        real* to = (real*)(rows + (key ? key[j] : block + j) * array->token);
         for (long c = 0; c < dim; c += LANES) {
             const vec some = (vec)gathered((const int*)turned + c * KEYS + j, KEYS);
             for (long n = 0; n < min(dim - c, LANES); n++)
@@ -195,8 +194,9 @@ static void clear_keys(const struct launch* of, const struct backward_work* work
     memset(work->dv, 0, KEYS * DEPTH(of->value_dim) * sizeof(real));
 }
 
-// Adds what a block of `count` keys has gathered to dk and dv.
-static void add_keys(const struct launch* of, const struct backward_work* work, int kv_head, long block, long count) {
-    add_turned(of, &of->dk, kv_head, block, count, scale_left(of->scale), work->dk, of->head_dim);
-    add_turned(of, &of->dv, kv_head, block, count, 1, work->dv, of->value_dim);
+// Adds what a block of `count` keys has gathered to dk and dv.  key: as for add_turned.
+static void add_keys(const struct launch* of, const struct backward_work* work, int kv_head, long block, long count,
+                     const int32_t* key) {
+    add_turned(of, &of->dk, kv_head, block, count, scale_left(of->scale), work->dk, of->head_dim, key);
+    add_turned(of, &of->dv, kv_head, block, count, 1, work->dv, of->value_dim, key);
 }

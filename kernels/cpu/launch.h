@@ -3,7 +3,8 @@
 // The batch is folded into the heads: q, out, dout and dq are (tokens, heads, dim), k, v, dk and dv (keys, kv_heads,
 // dim), lse and delta (tokens, heads).  The numbers of a row lie one after another; tokens, heads and sequences, which
 // are heads / sequences consecutive heads each, have any stride.  Query head h reads KV head h / (heads / kv_heads),
-// and row i of it sees the keys begin[g][i] <= j < end[g][i], where g is the head's group.
+// and row i of it sees the keys begin[g][i][n] <= j < end[g][i][n] of each list n, where g is the head's group.  Intervals
+// of a row are disjoint.
 
 #pragma once
 
@@ -23,9 +24,10 @@ struct launch {
     int32_t element;                            // of q, k, v and dout; all else is float32, or float64 for float64
     int32_t groups, heads, kv_heads, head_dim, value_dim;
     int32_t threads;                            // that may work on it
+    int32_t lists;                              // of intervals; decoding has one
     int64_t tokens, keys;
     double scale, softcap;                      // softcap 0: none
-    const int32_t *begin, *end;                 // (groups, tokens)
+    const int32_t *begin, *end;                 // (groups, tokens, lists)
     struct array q, k, v, out, lse;             // lse: read and written forward, only read backward
     struct array dout, delta, dq, dk, dv;       // backward only
     struct array other, other_lse;              // merged into out and lse; other_lse: also sinks, and dlse of delta

@@ -67,21 +67,23 @@ static void spread_rows(const real* row, int count, int dim, long first, real* b
         }
 }
 
-// Keys [first, first + count) of a KV head: by key if by_key is given, by dim if by_dim is.  row: NR * dim numbers, and
-// SLACK.
+// Keys [first, first + count) of a KV head, or those that `key` lists: by key if by_key is given, by dim if by_dim is.
+// row: NR * dim numbers, and SLACK.
 static void pack_keys(const struct launch* of, const struct array* array, int kv_head, int dim, long first, long count,
-                      real* row, real* by_key, real* by_dim, long pitch, struct odd* odd) {
+                      real* row, real* by_key, real* by_dim, long pitch, struct odd* odd, const int32_t* key) {
     const char* from = kv_rows(of, array, kv_head) + first * array->token;
-    const int side_by_side = of->element == REAL && array->token == dim * (long)sizeof(real) && dim % NR == 0;
+    const int packed = array->token == dim * (long)sizeof(real) && dim % NR == 0;
+    const int side_by_side = of->element == REAL && packed && !key;
     if (odd)
         odd->count = 0;
-    for (long tile = 0; tile < count; tile += NR, from += NR * array->token) {
+    for (long tile = 0; tile < count; tile += NR) {
         const int keys = min(count - tile, NR);
-        const real* rows = side_by_side ? (const real*)from : row;
+        const real* rows = side_by_side ? (const real*)(from + tile * array->token) : row;
         for (int i = 0; i < keys && !side_by_side; i++) {
-            if (tile + i + AHEAD_ROWS < count)
-                prefetch_row(from + (i + AHEAD_ROWS) * array->token, dim * element_bytes[of->element]);
-            read_row(of->element, from + i * array->token, row + (long)i * dim, dim, 1);
+            const long at = tile + i, later = at + AHEAD_ROWS;
+            if (later < count)
+                prefetch_row(from + (key ? key[later] : later) * array->token, dim * element_bytes[of->element]);
+            read_row(of->element, from + (key ? key[at] : at) * array->token, row + (long)i * dim, dim, 1);
         }
         if (by_key)
             turn(rows, keys, dim, by_key + tile * dim, NR);

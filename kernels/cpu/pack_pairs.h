@@ -59,9 +59,10 @@ INLINE void interleave(const operand* even, const operand* odd, long depth, long
         }
 }
 
-// Keys [first, first + count) of a KV head: by key if by_key is given, by dim if by_dim is.  row: NR * DEPTH(dim).
+// Keys [first, first + count) of a KV head, or those that `key` lists: by key if by_key is given, by dim if by_dim is.
+// row: NR * DEPTH(dim).
 static void pack_keys(const struct launch* of, const struct array* array, int kv_head, int dim, long first, long count,
-                      operand* row, operand* by_key, operand* by_dim, long pitch, struct odd* odd) {
+                      operand* row, operand* by_key, operand* by_dim, long pitch, struct odd* odd, const int32_t* key) {
     const char* from = kv_rows(of, array, kv_head) + first * array->token;
     const long depth = DEPTH(dim);
     if (odd)
@@ -69,9 +70,10 @@ static void pack_keys(const struct launch* of, const struct array* array, int kv
     for (long tile = 0; tile < count; tile += NR) {
         const int keys = min(count - tile, NR);
         for (int i = 0; i < keys; i++) {
-            if (tile + i + AHEAD_ROWS < count)
-                prefetch_row(from + (tile + i + AHEAD_ROWS) * array->token, dim * sizeof(operand));
-            copy_row(from + (tile + i) * array->token, dim, depth, row + i * depth);
+            const long at = tile + i, later = at + AHEAD_ROWS;
+            if (later < count)
+                prefetch_row(from + (key ? key[later] : later) * array->token, dim * sizeof(operand));
+            copy_row(from + (key ? key[at] : at) * array->token, dim, depth, row + i * depth);
         }
         memset(row + keys * depth, 0, (NR - keys) * depth * sizeof(operand));
         if (by_key)

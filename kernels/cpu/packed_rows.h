@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ahead.h"
+#include "columns.h"
 
 #ifdef __AVX512BF16__
 #include "pack_pairs.h"
@@ -29,4 +30,20 @@ struct packed_rows {
 INLINE void add_scaled(real* to, real factor, const real* from, long step, long count) {
     for (long c = 0; c < count; c++)
         to[c] += factor * from[c * step];
+}
+
+// The keys [*from, *to) of a block of KEYS, from `block` on, hold all that a panel sees, in whole NR; 0 and 0 for none.
+INLINE void panel_keys(const struct rows* rows, long panel, long block, long* from, long* to) {
+    long first = rows->panel[panel].from, last = rows->panel[panel].to;
+    if (rows->columns) {
+        const uint64_t* any = rows->columns->any + panel * WORDS;
+        const long stop = min(block + KEYS, rows->columns->count);
+        first = first_column(any, block, stop), last = stop;
+        while (last > first && !any_column(any, (last - 1) / NR * NR, NR))
+            last = (last - 1) / NR * NR;
+    }
+    *from = max(first - block, 0) / NR * NR;
+    *to = min(rounded_up(last - block, NR), KEYS);
+    if (*from >= *to)
+        *from = *to = 0;
 }

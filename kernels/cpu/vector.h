@@ -83,6 +83,13 @@ INLINE ivec lane_numbers(void) {
     return lane;
 }
 
+// All bits of the lanes that have one in `bits`, the first lane the lowest.
+INLINE ivec lanes_of(uint64_t bits) {
+    ivec lane = {0}, all = {0};
+    UNROLLED for (int i = 0; i < LANES; i++) lane[i] = (integer)1 << i;
+    return ((all + (integer)(bits & (((uint64_t)1 << LANES) - 1))) & lane) != 0;
+}
+
 // A product, rounded here.  Compilers may fuse one with the subtraction of its largest value or of an lse: a score of
 // 2^32 would then be 256 more than itself, and its weight infinite.
 INLINE vec rounded_now(vec x) {

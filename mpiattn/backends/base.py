@@ -41,6 +41,13 @@ class Backend(Protocol):
         """
 
     @property
+    def takes_lists(self) -> bool:
+        """Whether `attend` and `attend_backward` take all interval lists of a block in one launch.
+
+        begin and end are then (groups, tokens, lists), of blocks with more than one list.  Else each list is a launch.
+        """
+
+    @property
     def sends_blocks(self) -> bool:
         """Whether `outgoing` and `incoming` take an array that lies in `Blocks`.  Else it must be contiguous."""
 

@@ -50,8 +50,8 @@ class AlikeCalls:
         """The columns [begin, end) of some keys, in order of position, that each of some queries sees.  Made once.
 
         queries, keys: ((number of a chunk, `Ranges` of its tokens), ...).
-        Returns fields of `BlockInputs`, of each launch that the block takes: of every list with work.  There is always
-        one launch, so that a pass without work has its events too.
+        Returns fields of `BlockInputs`, of each launch that the block takes: one for every list with work, or one for
+        all in a back end that takes them so.  There is always one, so that a pass without work has its events too.
         """
         launches = self._intervals.get((queries, keys))
         if launches is None:
@@ -59,9 +59,11 @@ class AlikeCalls:
             pairs = [self.activity.columns(chunk, columns, rows) for chunk, rows in queries]
             begin, end = (_side_by_side(side) for side in zip(*pairs))
             working = [number for number in range(len(begin)) if (begin[number] < end[number]).any()]
-            launches = [
-                dict(zip(("begin", "end"), self._in_memory((begin[number], end[number])))) for number in working or [0]
-            ]
+            if len(working) > 1 and self._backend.takes_lists:
+                sides = [[np.stack([side[number] for number in working], axis=-1) for side in (begin, end)]]
+            else:
+                sides = [(begin[number], end[number]) for number in working or [0]]
+            launches = [dict(zip(("begin", "end"), self._in_memory(bounds))) for bounds in sides]
             nbytes = sum(array.nbytes for fields in launches for array in fields.values())
             if self.nbytes + nbytes <= KEPT_BYTES:
                 self._intervals[queries, keys] = launches

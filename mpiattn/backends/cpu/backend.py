@@ -32,7 +32,7 @@ _addressof, _from_buffer = ctypes.addressof, ctypes.c_char.from_buffer  # each l
 class CpuBackend(NumpyBackend):
     """The protocol of `mpiattn.backends.base`, with attention and what is done to its partials compiled."""
 
-    strided = True
+    strided = takes_lists = True
     takes = TAKES
 
     def __init__(self, name="cpu"):
@@ -57,19 +57,23 @@ class CpuBackend(NumpyBackend):
         return library.missing()
 
     def scratch_bytes(self, head_dim, value_dim, dtype, backward=False, shared_kv=False):
-        launch = Launch(
-            element=library.ELEMENTS[str(dtype)],
-            groups=1,
-            heads=1,
-            kv_heads=1,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            threads=self.threads,
-            tokens=MANY,
-            keys=MANY,
-        )
+        launches = [
+            Launch(
+                element=library.ELEMENTS[str(dtype)],
+                lists=lists,
+                groups=1,
+                heads=1,
+                kv_heads=1,
+                head_dim=head_dim,
+                value_dim=value_dim,
+                threads=self.threads,
+                tokens=MANY,
+                keys=MANY,
+            )
+            for lists in (1, MANY)
+        ]
         return (
-            self._kernels.scratch_bytes(launch, "backward" if backward else "forward")
+            max(self._kernels.scratch_bytes(launch, "backward" if backward else "forward") for launch in launches)
             + LINE
             + super().scratch_bytes(head_dim, value_dim, dtype, backward, shared_kv)
         )
@@ -107,7 +111,8 @@ class CpuBackend(NumpyBackend):
         begin, end = np.ascontiguousarray(begin, np.int32), np.ascontiguousarray(end, np.int32)
         v = _values(v, k, inputs.get("dout", results.get("out")))
         if pages is None:
-            numbers = {"groups": len(begin), "kv_heads": _heads(k), "keys": len(k)}
+            lists, groups = begin.shape[-1] if begin.ndim == 3 else 1, len(begin)
+            numbers = {"lists": lists, "groups": groups, "kv_heads": _heads(k), "keys": len(k)}
         else:
             k, v = k.swapaxes(0, 1), v.swapaxes(0, 1)
             pages, tables = Tables.of(pages).joined

@@ -44,7 +44,7 @@ class Launch(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_int32)
-            for name in ("element", "groups", "heads", "kv_heads", "head_dim", "value_dim", "threads")
+            for name in ("element", "groups", "heads", "kv_heads", "head_dim", "value_dim", "threads", "lists")
         ),
         ("tokens", ctypes.c_int64),
         ("keys", ctypes.c_int64),

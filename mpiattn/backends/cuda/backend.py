@@ -109,6 +109,7 @@ class CudaBackend(_CupyLaunches):
     emulated_flops = None
     transport_why = ""
     strided = False
+    takes_lists = False
     sends_blocks = False
     dlse_on_all = False
 

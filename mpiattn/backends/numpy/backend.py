@@ -109,6 +109,7 @@ class NumpyBackend:
     emulated_flops = None
     staged_bytes = 0
     strided = False
+    takes_lists = False
     sends_blocks = True
     dlse_on_all = False
     takes: tuple[str, ...] = BlockInputs._fields
