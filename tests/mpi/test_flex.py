@@ -20,7 +20,8 @@ def test_pairs_of_blocks(text):
     assert np.array_equal(flex.blocks_of(mask, tokens, block), padded.sum(axis=(1, 3)))
 
 
-@pytest.mark.draw(1)
+@pytest.mark.slow  # torch loads its compiler for such a mask, which takes long
+@pytest.mark.draw(1, slow=1)
 @pytest.mark.parametrize("cyclic", [(), (1,), (0, 1)])
 @pytest.mark.parametrize("kernel", [(5, 6), (13, 24), (1, 1)])
 def test_block_mask(cyclic, kernel):
