@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import sys
 
 import launch
@@ -98,6 +99,38 @@ def test_halo(tmp_path, options, facts, words):
     for nbytes in (data["sent_bytes"], data["sent_bytes_of_all"]):
         assert nbytes["plan"] == nbytes["halo"] > 0
     assert all(len(data["seconds"][name]) == 2 for name in ("plan", "halo"))
+
+
+FLEX = [sys.executable, *"-m mpiattn.bench.flex --grid 12x24 --kernel 5x4 --heads 2 --head-dim 16 --runs 2".split()]
+
+
+@pytest.mark.slow
+@needs_torch
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles by g++")
+def test_flex(tmp_path):
+    path = tmp_path / "flex.json"
+    text = launch.limited([*FLEX, "--threads", "2", "--json", path], 200, launch.environment()).stdout
+    assert "neighborhood 5x4 grid=12x24 cyclic=1 edge=clipped" in text and "2 threads" in text
+    data = json.loads(path.read_text())
+    assert data["difference"] < 1e-5 and [row["name"] for row in data["results"]] == ["mpiattn", "torch"]
+    assert all(len(row["seconds"]) == 2 for row in data["results"])
+    of_rows = (5 * 12 - 2 * (2 + 1)) * 24  # rows that points see, without those beyond the edges
+    assert data["flops"] == 4 * 2 * 16 * 4 * of_rows
+
+
+@pytest.mark.draw(1)
+@pytest.mark.parametrize(
+    "ranks, arguments, message",
+    [
+        (2, [], "there are 2 ranks; this program measures one"),
+        (1, ["--threads", "0"], "--threads is 0"),
+        (1, ["--kernel", "3"], "--kernel is 3; it must have two axes"),
+    ],
+)
+def test_flex_errors(ranks, arguments, message):
+    outcome = launch.mpirun(ranks, [*FLEX, *arguments], check=False)
+    assert outcome.returncode
+    assert outcome.stderr.count(message) == 1 and "Traceback" not in outcome.stderr
 
 
 def test_other_ranks_sleep_while_rank_0_works():

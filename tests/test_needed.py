@@ -1,12 +1,14 @@
 """The tokens that travel, counted over all pairs of a query and a key; every tile, layout, route and kind of mask."""
 
 import random
+from itertools import product
 
 import divisions
 import numpy as np
 import pytest
 from interval_masks import random_mask
 
+from mpiattn import masks
 from mpiattn.problem.group import Group
 from mpiattn.problem.layout import LAYOUTS, Layout
 from mpiattn.problem.problem import Problem
@@ -146,6 +148,46 @@ def test_a_window_sends_its_width():
     assert travels.halo(problem, 4) == sum(each.total for each in sent) / 4
     both = travels.sent(problem, (layout.lengths, layout.lengths), tile, 3, "direct", "backward", activity)
     assert both.total == 63 * 2 * 8 * 64 * 4, "the last rank returns gradients"
+
+
+def test_a_halo_exchange_sends_what_others_see():
+    """Whatever ranks hold: of a neighbourhood on a grid, by rows, in blocks, in any ranges; and of a window."""
+    near = {"mask": masks.neighborhood((9, 10), (3, 4), cyclic=(False, True))}
+    window = {"window": (7, 3)}
+    anywhere = Layout.of_ranges([[(0, 5), (40, 61)], [(5, 40), (70, 90)], [], [(61, 70)]])
+    for shape, layout in product((near, window), (None, Layout.grid((9, 10), (2, 2)), anywhere)):
+        problem = Problem(90, 2, 8, kv_heads=1, **shape)
+        own = layout or Layout("contiguous", 90, 4)
+        sees, tokens = visible(problem, None), 0
+        for rank in range(4):
+            at = own.positions(rank)
+            tokens += int(np.delete(sees[at].any(axis=0), at).sum())
+        nbytes = tokens / 4 * (8 + 8) * 4
+        assert travels.halo(problem, 4, layout=layout) == nbytes
+        assert travels.halo(problem, 4, "both", layout) == 3 * nbytes, (
+            "backward sends them again, and the gradients back"
+        )
+        assert travels.halo(problem, 4, layout=layout or own) == nbytes, "without the short cut"
+
+
+@pytest.mark.parametrize(
+    "text, around",
+    [
+        ("neighborhood 3x3 grid=12x10", True),
+        ("neighborhood 3x3 grid=12x10 cyclic=0,1", True),
+        ("neighborhood 12x3 grid=12x10 edge=clipped", True),
+        ("window 20,4", True),
+        ("chunked 30", True),
+        ("global 2 | window 4,4", False),
+        ("causal", False),
+        ("share-question 20,50,50", False),
+        ("blocks 60 0:1,1:0", False),
+        ("tree " + ",".join(map(str, range(-1, 119))), False),
+    ],
+)
+def test_what_a_halo_exchange_is_of(text, around):
+    """Queries see themselves and keys around them; else ranks would have to get nearly all keys, or others."""
+    assert (travels.halo(Problem(120, 1, 8, mask=masks.parse(text)), 4) is not None) == around
 
 
 def test_ranges():

@@ -62,3 +62,24 @@ def test_one_figure_of_usp(capsys):
     data, text, _ = plan(capsys, "--ranks 64 --heads 32 --kv-heads 8")
     assert text.count("8x1x8 USP") == 1 and "USP 8x8" not in text
     assert [other["method"] for other in data["others"]] == ["Ulysses"] and "not_possible" in data["others"][0]
+
+
+def test_a_halo_exchange_of_blocks(capsys):
+    """Of the caller's own layout; as many bytes as a flat mesh sends that computes in it."""
+
+    def planned(mask, dims):
+        words = "plan --ranks 16 --heads 1 --head-dim 64 --schedule greedy --json - --grid 64x128 --dims".split()
+        assert main([*words, dims, "--mask", mask]) == 0
+        data = json.loads(capsys.readouterr().out)
+        return data["tiles"], {other["method"]: other.get("sent_bytes") for other in data["others"]}
+
+    blocks = 2 * (24 * 40 - 16 * 32), 2 * (20 * 40 - 16 * 32)  # points around a block: inner ones, and at the edges
+    _, others = planned("neighborhood 9x9 cyclic=1", "4x4")
+    assert others["halo exchange"] == sum(blocks) / 4 * 2 * 64 * 4
+    rows = 14 * 8 * 128, 2 * 5 * 128  # the window of the first row is shifted, by 4
+    tiles, others = planned("neighborhood 9x9 cyclic=1", "16x1")
+    assert others["halo exchange"] == sum(rows) / 16 * 2 * 64 * 4
+    (flat,) = (tile for tile in tiles if tile["tile"] == "1x16")
+    assert (flat["mesh_layout"], flat["sent_bytes"]["total"]) == ("grid", others["halo exchange"])
+    _, others = planned("global 1 | neighborhood 9x9", "4x4")
+    assert "halo exchange" not in others, "all ranks see the first token"

@@ -1,4 +1,4 @@
-"""What the benchmarks share that are programs of their own: `python -m mpiattn.bench.halo` and `mpiattn.bench.sdpa`."""
+"""What the benchmarks share that are programs of their own: `python -m mpiattn.bench.halo`, `.flex` and `.sdpa`."""
 
 import argparse
 

@@ -154,7 +154,7 @@ def run(args):
         "tile": str(shown.tile),
         "least_sent_bytes": least,
         "tiles": rows,
-        "others": _others(problem, args, mask, ring, least) if args.ranks > 1 else [],
+        "others": _others(problem, args, mask, ring, least, layout) if args.ranks > 1 else [],
     }
     nodes = nodes_of(args.ranks, on).tolist()
     decision = Decision(
@@ -273,8 +273,8 @@ def _tile(problem, args, choice, ring, least):
     }
 
 
-def _others(problem, args, mask, ring, least):
-    """Ulysses, USP and, with a window, a halo exchange: the bytes they send, or why they are not possible.
+def _others(problem, args, mask, ring, least, layout):
+    """Ulysses, USP and, if queries see keys around them, a halo exchange: the bytes they send, or why not possible.
 
     Ulysses and USP are left out where a tile is that method.  The formula of USP knows no mask, and its name says so.
     """
@@ -313,5 +313,5 @@ def _others(problem, args, mask, ring, least):
     elif group < ranks and not is_tile(group):
         name = f"USP {group}x{ranks // group}" + ("" if mask.full else ", no mask")
         methods.append(method(name, group, nbytes))
-    nbytes = travels.halo(problem, ranks, args.direction)
+    nbytes = travels.halo(problem, ranks, args.direction, None if isinstance(layout, str) else layout)
     return methods if nbytes is None else [*methods, method("halo exchange", None, nbytes)]

@@ -10,11 +10,14 @@ from math import prod
 
 import numpy as np
 
-from ..problem.layout import even_part
+from ..problem.layout import Layout
 from ..problem.problem import ITEMSIZE
 from .kinds import IN_COLUMNS, KINDS, OUT, Q, matrices, present
+from .needed import Activity
 from .ranges import total
 from .route import leg_of
+
+SAMPLE = 64  # queries that stand for all in `_sees_around`
 
 
 class Sent(tuple):
@@ -113,28 +116,47 @@ def usp_volume(ranks, group, kv_share=1.0, direction="forward"):
     return (exchanged * (1 - 1 / group) + ELEMENTS[direction][1] * kv_share * (ranks // group - 1)) / ranks
 
 
-def halo(problem, ranks, direction="forward"):
-    """Mean bytes sent per rank by a halo exchange; None unless every query sees only keys in a window around it.
+def halo(problem, ranks, direction="forward", layout=None):
+    """Mean bytes sent per rank by a halo exchange; None unless every query sees only keys around it.
 
-    Ranks hold consecutive tokens.  Each gets the keys and values that its queries see before and after its own, and
-    returns their gradients in the backward pass.
+    Each rank gets the keys and values of others that its queries see, each once, and returns their gradients in the
+    backward pass.  layout: the caller's own, of queries and keys; None: ranks hold consecutive tokens.
     """
-    tokens = problem.seqlen
-    if problem.mask is not None:
+    mask = problem.whole_mask
+    if problem.seqlen != problem.seqlen_k or not _sees_around(mask):
         return None
-    (_, of_last), (of_first, _) = problem.whole_mask.keys_seen_by(np.array([0, tokens - 1]))
-    if tokens != problem.seqlen_k or of_last == 0 or of_first == tokens:
-        return None
-    if direction == "both":
-        return halo(problem, ranks) + halo(problem, ranks, "backward")
-    cuts = np.array([even_part(tokens, ranks, rank).start for rank in range(ranks)] + [tokens])
-    first, end, piece = problem.whole_mask.reach(cuts, problem.whole_mask.pieces())
-    seen = (cuts[piece] - first).clip(0).sum() + (end - cuts[piece + 1]).clip(0).sum()
-    return (
-        int(seen)
-        / ranks
-        * sum(nbytes for kind, nbytes in token_bytes(problem, direction).items() if kind in IN_COLUMNS)
-    )
+    if layout is None and mask.mask is None:  # a short cut: of all ranks at once
+        cuts, _ = Layout("contiguous", problem.seqlen, ranks).owners
+        first, end, piece = mask.reach(cuts, mask.pieces())
+        tokens = int((cuts[piece] - first).clip(0).sum() + (end - cuts[piece + 1]).clip(0).sum())
+    else:
+        tokens = _from_others(mask, layout or Layout("contiguous", problem.seqlen, ranks))
+    moved = [token_bytes(problem, one_way) for one_way in (KINDS if direction == "both" else (direction,))]
+    return tokens / ranks * sum(of[kind] for of in moved for kind in of if kind in IN_COLUMNS)
+
+
+def _from_others(mask, layout):
+    """Keys of other chunks that the queries of each chunk see, summed over the chunks."""
+    activity, tokens = Activity(mask, layout, layout, None), 0
+    for chunk in range(layout.chunks):
+        lo, hi = activity.seen(chunk)
+        tokens += int((hi - lo).sum() - (layout.below(chunk, hi) - layout.below(chunk, lo)).sum())
+    return tokens
+
+
+def _sees_around(mask):
+    """Whether queries see themselves and keys around them, and no more, by some of the queries."""
+    queries = np.unique(np.linspace(0, mask.seqlen - 1, SAMPLE).astype(np.int64))
+    lo, hi = (side[:, 0] for side in mask.key_intervals(queries))
+    if mask.mask is None:
+        return lo[0, -1] > 0 and hi[0, 0] < mask.seqlen
+    itself = ((lo <= queries) & (queries < hi)).any(axis=0)
+    # How many queries see the keys from each place on at which an interval begins or ends
+    places = np.concatenate([lo.ravel(), hi.ravel()])
+    step = np.repeat([1, -1], lo.size)
+    order = np.lexsort((step, places))
+    seen_by = np.cumsum(step[order])
+    return bool(itself.all() and ((hi - lo).sum(axis=0) < mask.seqlen).all() and seen_by.max() < len(queries))
 
 
 def ulysses(problem, ranks, direction="forward"):
