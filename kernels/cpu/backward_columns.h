@@ -89,6 +89,7 @@ static int backward_piece(struct job* job, int thread, struct column_turns* turn
     place_rows(of, &turns->order, piece / of->kv_heads, kv_head, &tile->rows);
     pack_found(of, work, tile);
     find_hull(of, &tile->rows, &from, &to);
+    find_shifts(of, &tile->rows, columns);
     if (!wait_for(job, thread, &turn->piece, piece - turns->places) ||
         !wait_for(job, thread, &turn->lowest, LONG_MAX))
         return 0;
@@ -99,7 +100,7 @@ static int backward_piece(struct job* job, int thread, struct column_turns* turn
         const long all = find_columns(of, &tile->rows, from + window * WINDOW_KEYS, columns);
         for (long part = (all + COLUMNS - 1) / COLUMNS; part-- > 0;) {
             take_columns(of, part * COLUMNS, all, columns);
-            find_seen_columns(of, columns, &tile->rows);
+            find_seen_columns(of, all, columns, &tile->rows);
             if (!backward_taken(job, thread, turns, work, columns, tile, piece, kv_head))
                 return 0;
         }

@@ -21,6 +21,7 @@ struct columns {
     int32_t* key;                   // [COLUMNS]
     uint64_t* window;               // [WINDOW_WORDS + 1], a bit for each key of a window that some row of a tile sees
     int32_t* before;                // [WINDOW_WORDS + 1], columns before those of a word of it
+    int8_t* shift;                  // [MAX_ROWS], by how much the intervals of a row lie behind those of the row before
     long first_key, first, count;   // of the window; of the columns in work among its columns
 };
 
@@ -32,6 +33,7 @@ INLINE void columns_work(char** at, struct columns* columns) {
     columns->key = take(at, COLUMNS * sizeof(int32_t));
     columns->window = take(at, (WINDOW_WORDS + 1) * sizeof(uint64_t));
     columns->before = take(at, (WINDOW_WORDS + 1) * sizeof(int32_t));
+    columns->shift = take(at, MAX_ROWS * sizeof(int8_t));
 }
 
 // Sets the bits [from, to), and touches the word after them.
@@ -76,19 +78,56 @@ static void find_hull(const struct launch* of, const struct rows* rows, long* fr
         }
 }
 
+// By how much all intervals of a token lie behind those of another one, whose keys they meet; -1 if they do not.
+static int shift_of(const struct launch* of, long from, long to) {
+    const int32_t *begin = of->begin + from * of->lists, *end = of->end + from * of->lists;
+    const int32_t *begin2 = of->begin + to * of->lists, *end2 = of->end + to * of->lists, keys = of->keys;
+    int32_t shift = 0, all = 1;
+    for (long list = 0; list < of->lists; list++)
+        if (begin[list] < end[list]) {
+            shift = begin2[list] - begin[list];
+            break;
+        }
+    if (shift < 0 || shift > 63)
+        return -1;
+    for (long list = 0; list < of->lists; list++) {
+        const int32_t none = (begin[list] >= end[list]) & (begin2[list] >= end2[list]);
+        const int32_t inside = (begin[list] >= 0) & (end2[list] <= keys) & (end[list] - begin[list] >= max(shift, 1));
+        const int32_t shifted = (begin2[list] - begin[list] == shift) & (end2[list] - end[list] == shift);
+        all &= none | (inside & shifted);
+    }
+    return all ? shift : -1;
+}
+
+// Finds by how much each row's intervals lie behind those of the row before: neighbours on a grid often differ by that.
+static void find_shifts(const struct launch* of, const struct rows* rows, struct columns* columns) {
+    long before = -1;
+    for (long i = 0; i < rows->count; i++) {
+        const long at = group_of(of, rows->place[i]) * of->tokens + rows->place[i].token;
+        columns->shift[i] = before < 0 ? -1 : before == at ? 0 : shift_of(of, before, at);
+        before = at;
+    }
+}
+
 // Finds the columns of a tile among the keys of the window from `first_key` on; returns how many there are.
 static long find_columns(const struct launch* of, const struct rows* rows, long first_key, struct columns* columns) {
     const long stop = min(of->keys - first_key, WINDOW_KEYS), words = (stop + 63) / 64;
     columns->first_key = first_key;
     memset(columns->window, 0, words * sizeof(uint64_t));
-    for (long i = 0; i < rows->count; i++)
+    for (long i = 0, last; i < rows->count; i = last + 1) {
+        for (last = i; last + 1 < rows->count && columns->shift[last + 1] >= 0;)
+            last++;  // what these rows see of a list has no gaps
         for (long list = 0; list < of->lists; list++) {
-            long begin, end;
-            interval_of(of, group_of(of, rows->place[i]), rows->place[i].token, list, &begin, &end);
+            long begin, end, unused;
+            interval_of(of, group_of(of, rows->place[last]), rows->place[last].token, list, &unused, &end);
+            interval_of(of, group_of(of, rows->place[i]), rows->place[i].token, list, &begin, &unused);
+            if (begin >= unused)
+                continue;
             begin = max(begin - first_key, 0), end = min(end - first_key, stop);
             if (begin < end)
                 set_bits(columns->window, begin, end);
         }
+    }
     long count = 0;
     for (long word = 0; word < words; word++) {
         columns->before[word] = count;
@@ -122,26 +161,45 @@ static void take_columns(const struct launch* of, long first, long all, struct c
     }
 }
 
-// Finds which of the columns in work the rows see.
-static void find_seen_columns(const struct launch* of, struct columns* columns, struct rows* rows) {
-    const long words = (columns->count + 63) / 64, first_key = columns->first_key;
-    const long stop = min(of->keys - first_key, WINDOW_KEYS), panels = (rows->count + MR - 1) / MR;
+// Finds which of the columns in work a row sees; returns the number after the last one.
+static long see_columns(const struct launch* of, const struct columns* columns, struct place at, uint64_t* seen) {
+    const long first_key = columns->first_key, stop = min(of->keys - first_key, WINDOW_KEYS);
+    long last = 0;
+    memset(seen, 0, (columns->count + 63) / 64 * sizeof(uint64_t));
+    for (long list = 0; list < of->lists; list++) {
+        long begin, end;
+        interval_of(of, group_of(of, at), at.token, list, &begin, &end);
+        begin = max(begin - first_key, 0), end = min(end - first_key, stop);
+        if (begin >= end)
+            continue;
+        const long column = column_of(columns, begin) - columns->first;
+        const long from = max(column, 0), to = min(column + end - begin, columns->count);
+        if (from < to)
+            set_bits(seen, from, to), last = max(last, to);
+    }
+    return last;
+}
+
+// Finds which of the columns in work the rows see.  all: columns of the window.
+static void find_seen_columns(const struct launch* of, long all, struct columns* columns, struct rows* rows) {
+    const long words = (columns->count + 63) / 64, panels = (rows->count + MR - 1) / MR;
+    const int whole = columns->count == all && of->keys <= WINDOW_KEYS;  // no interval is cut
     for (long i = 0; i < panels * MR; i++) {
-        memset(bits_of(columns, i), 0, words * sizeof(uint64_t));
+        uint64_t* seen = bits_of(columns, i);
         rows->from[i] = rows->to[i] = 0;
-        for (long list = 0; i < rows->count && list < of->lists; list++) {
-            long begin, end;
-            interval_of(of, group_of(of, rows->place[i]), rows->place[i].token, list, &begin, &end);
-            begin = max(begin - first_key, 0), end = min(end - first_key, stop);
-            if (begin >= end)
-                continue;
-            const long at = column_of(columns, begin) - columns->first;
-            const long from = max(at, 0), to = min(at + end - begin, columns->count);
-            if (from < to) {
-                set_bits(bits_of(columns, i), from, to);
-                rows->to[i] = max(rows->to[i], to);
+        if (i >= rows->count)
+            memset(seen, 0, words * sizeof(uint64_t));
+        else if (whole && columns->shift[i] >= 0) {
+            const int shift = columns->shift[i];
+            uint64_t carried = 0;
+            for (long word = 0; word < words; word++) {
+                const uint64_t before = bits_of(columns, i - 1)[word];
+                seen[word] = before << shift | carried;
+                carried = before >> 1 >> (63 - shift);
             }
-        }
+            rows->to[i] = rows->to[i - 1] ? rows->to[i - 1] + shift : 0;
+        } else
+            rows->to[i] = see_columns(of, columns, rows->place[i], seen);
     }
     for (long panel = 0; panel < panels; panel++)
         for (long word = 0; word < words; word++) {

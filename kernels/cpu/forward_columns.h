@@ -5,7 +5,7 @@
 #include "forward_tile.h"
 #include "work.h"
 
-#define CACHED_BYTES (1 << 20)  // of keys and values
+#define CACHED_BYTES (1 << 19)  // of keys and values
 
 // A piece of work is a tile of rows, of some KV heads whose rows see the same.
 struct column_pieces {
@@ -57,12 +57,13 @@ static void column_worker(struct job* job, int thread, void* with) {
         long from, to;
         place_rows(of, &pieces->order, tile, kv_head, &rows);
         find_hull(of, &rows, &from, &to);
+        find_shifts(of, &rows, &columns);
         for (long key = from; key < to; key += WINDOW_KEYS) {
             const long all = find_columns(of, &rows, key, &columns);
             for (long column = 0; column < all; column += COLUMNS) {
                 place_rows(of, &pieces->order, tile, kv_head, &rows);
                 take_columns(of, column, all, &columns);
-                find_seen_columns(of, &columns, &rows);
+                find_seen_columns(of, all, &columns, &rows);
                 if (!forward_taken(job, thread, &work, pieces, &columns, kv_head, &rows))
                     return;
             }

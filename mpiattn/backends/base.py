@@ -140,11 +140,18 @@ class Backend(Protocol):
         """Whether launches can add partials to an array of `result` or `writable` as it lies in memory."""
 
     def scratch_bytes(
-        self, head_dim: int, value_dim: int, dtype: str, backward: bool = False, shared_kv: bool = False
+        self,
+        head_dim: int,
+        value_dim: int,
+        dtype: str,
+        backward: bool = False,
+        shared_kv: bool = False,
+        lists: bool = False,
     ) -> int:
         """Bytes of working memory that launches on such inputs need, besides their arguments.
 
         shared_kv: whether v is None.
+        lists: whether rows see several intervals, see `takes_lists`.
         Raises ArgumentError if launches cannot take such inputs.
         """
 

@@ -74,7 +74,9 @@ class RankPasses:
                 self.mesh, steps.schedule, computation, self._exchange, self.call_cache.without_documents, self.pool
             )
             backward = direction == "backward"
-            self._scratch_bytes += self._backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype, backward, p.shared_kv)
+            self._scratch_bytes += self._backend.scratch_bytes(
+                p.head_dim, p.value_dim, p.dtype, backward, p.shared_kv, p.mask is not None
+            )
             self.executors[direction] = executor
         return self.executors[direction]
 

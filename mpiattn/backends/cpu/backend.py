@@ -56,11 +56,11 @@ class CpuBackend(NumpyBackend):
     def missing(cls):
         return library.missing()
 
-    def scratch_bytes(self, head_dim, value_dim, dtype, backward=False, shared_kv=False):
+    def scratch_bytes(self, head_dim, value_dim, dtype, backward=False, shared_kv=False, lists=False):
         launches = [
             Launch(
                 element=library.ELEMENTS[str(dtype)],
-                lists=lists,
+                lists=count,
                 groups=1,
                 heads=1,
                 kv_heads=1,
@@ -70,7 +70,7 @@ class CpuBackend(NumpyBackend):
                 tokens=MANY,
                 keys=MANY,
             )
-            for lists in (1, MANY)
+            for count in ((1, 2) if lists else (1,))  # blocks with one list are launched too
         ]
         return (
             max(self._kernels.scratch_bytes(launch, "backward" if backward else "forward") for launch in launches)

@@ -237,7 +237,7 @@ class CudaBackend(_CupyLaunches):
     def accumulates(self, array):
         return self._fits(array)
 
-    def scratch_bytes(self, head_dim, value_dim, dtype, backward=False, shared_kv=False):
+    def scratch_bytes(self, head_dim, value_dim, dtype, backward=False, shared_kv=False, lists=False):
         check_bfloat16("dtype is", dtype)
         return super().scratch_bytes(head_dim, value_dim, dtype, backward, shared_kv)
 

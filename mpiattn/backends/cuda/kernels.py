@@ -65,7 +65,7 @@ class KernelLaunches:
         self._work_array = Kept(self.empty)  # each reused by the next launches
         self._works = {}  # `_Work` by launch and rounded lengths, and by lengths in units
 
-    def scratch_bytes(self, head_dim, value_dim, dtype, backward=False, shared_kv=False):
+    def scratch_bytes(self, head_dim, value_dim, dtype, backward=False, shared_kv=False, lists=False):
         tile_table.itemsize(dtype)  # raises ArgumentError for another dtype
         return launches.scratch_bytes(
             dtype, head_dim, value_dim, self.architecture, self.processors, backward, shared_kv

@@ -171,7 +171,7 @@ class NumpyBackend:
     def drain(self):
         pass
 
-    def scratch_bytes(self, head_dim, value_dim, dtype, backward=False, shared_kv=False):
+    def scratch_bytes(self, head_dim, value_dim, dtype, backward=False, shared_kv=False, lists=False):
         work = np.dtype("float64" if dtype == "float64" else "float32").itemsize
         panels = PANEL * (head_dim + (0 if shared_kv else value_dim))
         rows = tiles.ROWS * (tiles.COLUMNS + head_dim + 2 * value_dim)
