@@ -28,7 +28,7 @@ def refused(call, *arguments, **keywords):
         ("window_size", "it is called window here"),
         ("cu_seqlens_q", "it is called cu_seqlens here"),
         ("dropout_p", "dropout_p is not an argument of attention: there is no dropout here"),
-        ("attn_mask", "there are no masks as arrays here: causal, prefix, causal_block and window say"),
+        ("attn_mask", "there are no masks as arrays here: causal, prefix, causal_block, window and a mask of"),
         ("alibi_slopes", "there are no biases of scores here"),
         ("enable_gqa", "it follows from the other arguments"),
         ("heads", "; heads is one of MeshAttention"),
