@@ -97,7 +97,9 @@ static int backward_piece(struct job* job, int thread, struct column_turns* turn
     set(&turn->lowest, from);
     set(&turn->piece, piece);
     for (long window = (to - from + WINDOW_KEYS - 1) / WINDOW_KEYS; window-- > 0;) {
-        const long all = find_columns(of, &tile->rows, from + window * WINDOW_KEYS, columns);
+        begin_columns(of, from + window * WINDOW_KEYS, columns);
+        join_columns(of, &tile->rows, columns);
+        const long all = count_columns(of, columns);
         for (long part = (all + COLUMNS - 1) / COLUMNS; part-- > 0;) {
             take_columns(of, part * COLUMNS, all, columns);
             find_seen_columns(of, all, columns, &tile->rows);
