@@ -39,7 +39,8 @@ static int64_t column_row_bytes(const struct launch* of) {
 
 // Waits until no piece before this one, of the same KV head, has yet to add to the keys [from, to); returns whether to
 // go on.
-static int wait_for_keys(struct job* job, int thread, const struct column_turns* turns, long piece, long from, long to) {
+static int wait_for_keys(struct job* job, int thread, const struct column_turns* turns, long piece, long from,
+                         long to) {
     const long kv_heads = job->of->kv_heads;
     for (long before = piece - kv_heads; before >= 0 && before > piece - turns->places; before -= kv_heads) {
         const struct turn* turn = turns->turn + before % turns->places;

@@ -1,8 +1,8 @@
 // Rows that see several intervals of keys each, in tiles of rows that see much the same.
 //
-// The keys that some row of a tile sees are its columns, side by side and in order, and a row sees some of these: it has
-// a bit for each.  Between two columns there may be any number of keys.  So what a tile costs does not depend on how
-// far apart intervals lie, nor on which list they are in.
+// The keys that some row of a tile sees are its columns, side by side and in order, and a row sees some of these: it
+// has a bit for each.  Between two columns there may be any number of keys.  So what a tile costs does not depend on
+// how far apart intervals lie, nor on which list they are in.
 //
 // Columns are made for the keys of a window, and worked on COLUMNS at a time.
 

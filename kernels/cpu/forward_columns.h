@@ -38,11 +38,11 @@ struct tiles {
 // have neighbours as numbers have.
 static struct tiles tiles_of_piece(const struct column_pieces* pieces, long piece) {
     const long tiles = tiles_of(&pieces->order), of_patches = tiles - pieces->order.rest * pieces->order.parts;
-    const long step = pieces->step, stacks = (of_patches + pieces->tiles * step - 1) / (pieces->tiles * step) * step;
-    const long first = piece / step * pieces->tiles * step + piece % step;
+    const long step = pieces->step, stack = pieces->tiles * step, stacks = (of_patches + stack - 1) / stack * step;
+    const long first = piece / step * stack + piece % step;
     if (piece >= stacks)
         return (struct tiles){of_patches + piece - stacks, 1, of_patches + piece - stacks + 1};
-    return (struct tiles){first, step, min(first + pieces->tiles * step, of_patches)};
+    return (struct tiles){first, step, min(first + stack, of_patches)};
 }
 
 // The columns in work, of a KV head; returns whether to go on.  all: columns of the window.
@@ -50,8 +50,8 @@ static int forward_taken(struct job* job, int thread, struct forward_work* work,
                          struct columns* columns, long all, struct tiles tiles, int kv_head, struct rows* rows) {
     const struct launch* of = job->of;
     pack_keys(of, &of->k, kv_head, of->head_dim, 0, columns->count, work->row, work->keys, 0, 0, 0, columns->key);
-    pack_keys(of, &of->v, kv_head, of->value_dim, 0, columns->count, work->row, 0, work->values, work->pitch, &work->odd,
-              columns->key);
+    pack_keys(of, &of->v, kv_head, of->value_dim, 0, columns->count, work->row, 0, work->values, work->pitch,
+              &work->odd, columns->key);
     for (long tile = tiles.first; tile < tiles.stop; tile += tiles.step) {
         place_rows(of, &pieces->order, tile, kv_head, rows);
         find_shifts(of, rows, columns);
@@ -70,7 +70,8 @@ static void column_worker(struct job* job, int thread, void* with) {
     struct columns columns;
     struct rows rows;
     column_work(of, of->scratch + thread * pieces->bytes, &work, &columns);
-    for (long piece; (piece = take_piece(job)) < pieces->of_head * (of->kv_heads / pieces->heads) && !is_stopped(job);) {
+    const long all_pieces = pieces->of_head * (of->kv_heads / pieces->heads);
+    for (long piece; (piece = take_piece(job)) < all_pieces && !is_stopped(job);) {
         const long kv_head = piece / pieces->of_head * pieces->heads;  // pieces near each other in turn
         const struct tiles tiles = tiles_of_piece(pieces, piece % pieces->of_head);
         long from = of->keys, to = 0;
