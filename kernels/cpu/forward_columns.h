@@ -34,8 +34,8 @@ struct tiles {
     long first, step, stop;
 };
 
-// The tiles of a piece.  Patches are stacked across periods; tokens in their own order, and those after the last period,
-// have neighbours as numbers have.
+// The tiles of a piece.  Patches are stacked across periods, and tiles of tokens in their own order follow one another.
+// Those after the last period are pieces of their own.
 static struct tiles tiles_of_piece(const struct column_pieces* pieces, long piece) {
     const long tiles = tiles_of(&pieces->order), of_patches = tiles - pieces->order.rest * pieces->order.parts;
     const long step = pieces->step, stack = pieces->tiles * step, stacks = (of_patches + stack - 1) / stack * step;
