@@ -98,7 +98,8 @@ static int backward_block(struct job* job, int thread, const struct backward_pie
         if (!packed) {
             pack_keys(of, &work->ahead.from->k, kv_head, of->head_dim, block, count, work->row, work->keys,
                       work->keys_by_dim, KEYS, &work->odd_keys, 0);
-            pack_keys(of, &work->ahead.from->v, kv_head, of->value_dim, block, count, work->row, work->values, 0, 0, 0, 0);
+            pack_keys(of, &work->ahead.from->v, kv_head, of->value_dim, block, count, work->row, work->values, 0, 0, 0,
+                      0);
             clear_keys(of, work, count);
             packed = 1;
         }

@@ -39,7 +39,8 @@ static int64_t column_row_bytes(const struct launch* of) {
 
 // Waits until no piece before this one, of the same KV head, has yet to add to the keys [from, to); returns whether to
 // go on.
-static int wait_for_keys(struct job* job, int thread, const struct column_turns* turns, long piece, long from, long to) {
+static int wait_for_keys(struct job* job, int thread, const struct column_turns* turns, long piece, long from,
+                         long to) {
     const long kv_heads = job->of->kv_heads;
     for (long before = piece - kv_heads; before >= 0 && before > piece - turns->places; before -= kv_heads) {
         const struct turn* turn = turns->turn + before % turns->places;
@@ -97,7 +98,9 @@ static int backward_piece(struct job* job, int thread, struct column_turns* turn
     set(&turn->lowest, from);
     set(&turn->piece, piece);
     for (long window = (to - from + WINDOW_KEYS - 1) / WINDOW_KEYS; window-- > 0;) {
-        const long all = find_columns(of, &tile->rows, from + window * WINDOW_KEYS, columns);
+        begin_columns(of, from + window * WINDOW_KEYS, columns);
+        join_columns(of, &tile->rows, columns);
+        const long all = count_columns(of, columns);
         for (long part = (all + COLUMNS - 1) / COLUMNS; part-- > 0;) {
             take_columns(of, part * COLUMNS, all, columns);
             find_seen_columns(of, all, columns, &tile->rows);

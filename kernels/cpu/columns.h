@@ -1,8 +1,8 @@
 // Rows that see several intervals of keys each, in tiles of rows that see much the same.
 //
-// The keys that some row of a tile sees are its columns, side by side and in order, and a row sees some of these: it has
-// a bit for each.  Between two columns there may be any number of keys.  So what a tile costs does not depend on how
-// far apart intervals lie, nor on which list they are in.
+// The keys that some row of a tile sees are its columns, side by side and in order, and a row sees some of these: it
+// has a bit for each.  Between two columns there may be any number of keys.  So what a tile costs does not depend on
+// how far apart intervals lie, nor on which list they are in.
 //
 // Columns are made for the keys of a window, and worked on COLUMNS at a time.
 
@@ -109,11 +109,20 @@ static void find_shifts(const struct launch* of, const struct rows* rows, struct
     }
 }
 
-// Finds the columns of a tile among the keys of the window from `first_key` on; returns how many there are.
-static long find_columns(const struct launch* of, const struct rows* rows, long first_key, struct columns* columns) {
-    const long stop = min(of->keys - first_key, WINDOW_KEYS), words = (stop + 63) / 64;
+// Words of a window of keys.
+INLINE long window_words(const struct launch* of, long first_key) {
+    return (min(of->keys - first_key, WINDOW_KEYS) + 63) / 64;
+}
+
+// Begins with the columns among the keys of the window from `first_key` on.
+static void begin_columns(const struct launch* of, long first_key, struct columns* columns) {
     columns->first_key = first_key;
-    memset(columns->window, 0, words * sizeof(uint64_t));
+    memset(columns->window, 0, window_words(of, first_key) * sizeof(uint64_t));
+}
+
+// Adds those of a tile, of which the shifts are found.
+static void join_columns(const struct launch* of, const struct rows* rows, struct columns* columns) {
+    const long first_key = columns->first_key, stop = min(of->keys - first_key, WINDOW_KEYS);
     for (long i = 0, last; i < rows->count; i = last + 1) {
         for (last = i; last + 1 < rows->count && columns->shift[last + 1] >= 0;)
             last++;  // what these rows see of a list has no gaps
@@ -128,6 +137,11 @@ static long find_columns(const struct launch* of, const struct rows* rows, long 
                 set_bits(columns->window, begin, end);
         }
     }
+}
+
+// Numbers them; returns how many there are.
+static long count_columns(const struct launch* of, struct columns* columns) {
+    const long words = window_words(of, columns->first_key);
     long count = 0;
     for (long word = 0; word < words; word++) {
         columns->before[word] = count;
@@ -145,7 +159,7 @@ INLINE long column_of(const struct columns* columns, long key) {
 
 // Takes those of the window's columns in work that begin with number `first`: finds their keys.
 static void take_columns(const struct launch* of, long first, long all, struct columns* columns) {
-    const long words = (min(of->keys - columns->first_key, WINDOW_KEYS) + 63) / 64;
+    const long words = window_words(of, columns->first_key);
     long word = 0, count = 0;
     columns->first = first, columns->count = min(all - first, COLUMNS);
     while (columns->before[word + 1] <= first && word + 1 < words)
@@ -219,6 +233,13 @@ INLINE long first_column(const uint64_t* bits, long from, long to) {
             return min(from + __builtin_ctzll(left), to);
         from = (from / 64 + 1) * 64;
     }
+    return to;
+}
+
+// One after the last of the columns [from, to) with a bit; one has.
+INLINE long last_column(const uint64_t* bits, long from, long to) {
+    while (to > from && !(bits[(to - 1) / 64] >> (to - 1) % 64 & 1))
+        to--;
     return to;
 }
 

@@ -48,6 +48,7 @@ struct parts {
     long count, filled;                                 // parts; columns of all
     struct {
         long start, stop, at;                           // columns [start, stop), whose scores begin at `at`
+        long first, last;                               // of these [first, last) hold all that are seen
     } part[BLOCK / STEP];
 };
 
@@ -64,6 +65,8 @@ static long next_parts(const struct columns* columns, long panel, long* from, st
             stop += STEP;
         while (stop < columns->count && parts->filled + stop - start < BLOCK && any_column(any, stop, STEP));
         parts->part[parts->count].start = start, parts->part[parts->count].stop = stop;
+        parts->part[parts->count].first = first;
+        parts->part[parts->count].last = last_column(any, stop - STEP, min(stop, columns->count));
         parts->part[parts->count++].at = parts->filled;
         parts->filled += stop - start;
         *from = stop;

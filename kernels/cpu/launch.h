@@ -3,8 +3,8 @@
 // The batch is folded into the heads: q, out, dout and dq are (tokens, heads, dim), k, v, dk and dv (keys, kv_heads,
 // dim), lse and delta (tokens, heads).  The numbers of a row lie one after another; tokens, heads and sequences, which
 // are heads / sequences consecutive heads each, have any stride.  Query head h reads KV head h / (heads / kv_heads),
-// and row i of it sees the keys begin[g][i][n] <= j < end[g][i][n] of each list n, where g is the head's group.  Intervals
-// of a row are disjoint.
+// and row i of it sees the keys begin[g][i][n] <= j < end[g][i][n] of each list n, where g is the head's group.  A
+// row's intervals are disjoint.
 
 #pragma once
 

@@ -23,6 +23,7 @@ struct order {
     long heads, parts;  // of a KV head's query heads those of a tile; tiles that share a patch
     long period, periods, width, height;
     long strips, bands, rest;  // patches along a period, and across; those of the tokens after the last period
+    double along, across;  // keys that a token sees: of each of some rows, and the rows
 };
 
 struct patch {
@@ -116,14 +117,16 @@ static double keys_seen(double width, double height, double along, double across
 static struct order find_order(const struct launch* of, long max_rows) {
     const long queries = of->heads / of->kv_heads, heads = min(queries, max_rows), most = max_rows / heads;
     const long token = find_sample(of), period = find_period(of, token);
-    const double panel = MR > heads ? (double)MR / heads : 1;
+    const double panel = MR > heads ? (double)MR / heads : 1, all = count_both(of, token, token);
     struct order order = {.heads = heads, .parts = (queries + heads - 1) / heads};
     order.period = order.strips = of->tokens, order.periods = order.height = order.bands = 1, order.width = most;
+    order.along = all, order.across = 1;
     if (period) {
-        const double all = count_both(of, token, token), next = all - count_both(of, token, token + 1);
+        const double next = all - count_both(of, token, token + 1);
         const double later = all - count_both(of, token, token + period);
         const double along = all / (next > 1 ? next : 1), across = all / (later > 1 ? later : 1);
         double least = INFINITY;
+        order.along = along, order.across = across;
         order.period = period, order.periods = of->tokens / period;
         for (long width = 1; width <= min(period, most); width++) {
             const long bands = (order.periods + most / width - 1) / (most / width);
