@@ -24,7 +24,8 @@ class BlockInputs(NamedTuple):
         value_dim numbers of the keys.  In pages: pools (kv_heads, slots, head_dim) and (kv_heads, slots, value_dim).
     begin, end: int32 (groups, tokens).  Row i sees the keys [begin[g, i], end[g, i]).  The heads are split into
         `groups` equal groups; g is the group of the head.  Back ends that `takes_lists` also take (groups, tokens,
-        lists): the row sees the disjoint intervals [begin[g, i, n], end[g, i, n]) of each list n.  In pages: NumPy's int32 (tokens,), keys of the sequence.
+        lists): the row sees the disjoint intervals [begin[g, i, n], end[g, i, n]) of each list n.  In pages: NumPy's
+        int32 (tokens,), keys of the sequence.
     scale: of the scores q . k.
     softcap: scores s become softcap * tanh(s / softcap); None for none.
     pages: None for a chunk.  Else NumPy's int32, the numbers of a sequence's pages in order, or a list of such tables,
