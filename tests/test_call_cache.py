@@ -8,7 +8,8 @@ import pytest
 
 from mpiattn.backends.numpy.backend import NumpyBackend
 from mpiattn.engine import call_cache
-from mpiattn.engine.call_cache import KEPT_BYTES, RECENT, CallCache
+from mpiattn.engine.call_cache import KEPT_BYTES, RECENT, AlikeCalls, CallCache
+from mpiattn.masks import neighborhood
 from mpiattn.model import cost
 from mpiattn.problem.documents import documents
 from mpiattn.problem.layout import Layout
@@ -131,3 +132,18 @@ def test_steps_are_those_of_the_schedule(cache):
     assert cache.without_documents.steps(other, 1).schedule is other
     cache.without_documents.adopt(steps)
     assert cache.without_documents.steps(schedule, 1) is steps
+
+
+def test_lists_are_one_launch_where_the_back_end_takes_them_so(monkeypatch):
+    """And intervals are narrow; all lists with work are there, in either case."""
+    layout = Layout("contiguous", TOKENS, 2)
+    mask = replace(PROBLEM, causal=False, mask=neighborhood((4, 6), 3)).whole_mask
+    activity, backend = Activity(mask, layout, layout, Tile(1, 1, 2)), Backend()
+    each = AlikeCalls(backend, activity).intervals(*CHUNKS)
+    backend.takes_lists = True
+    (together,) = AlikeCalls(backend, activity).intervals(*CHUNKS)
+    assert len(each) > 1 and together["begin"].shape == (*each[0]["begin"].shape, len(each))
+    for number, fields in enumerate(each):
+        assert all((together[name][..., number] == fields[name]).all() for name in fields)
+    monkeypatch.setattr(call_cache, "NARROW", 0)
+    assert len(AlikeCalls(backend, activity).intervals(*CHUNKS)) == len(each)

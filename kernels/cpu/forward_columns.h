@@ -7,7 +7,8 @@
 
 #define CACHED_BYTES (1 << 19)  // of keys and values
 
-#define MOST_TILES 8  // of a piece
+#define MOST_TILES 8        // of a piece
+#define MANY_PIECES 64      // of which there should be as many: results must not depend on the number of threads
 
 // A piece of work is some tiles of rows, whose columns are packed once, of some KV heads whose rows see the same.
 struct column_pieces {
@@ -117,7 +118,7 @@ static long tiles_of_stack(const struct launch* of, const struct order* order) {
     const int patches = order->periods > 1;
     const long most = min(patches ? order->bands : MOST_TILES, MOST_TILES);
     long tiles = 1;
-    for (long more = 2; more <= most && tiles_of(order) * of->kv_heads / more >= 4 * of->threads; more++) {
+    for (long more = 2; more <= most && tiles_of(order) * of->kv_heads / more >= MANY_PIECES; more++) {
         const double width = patches ? order->width : order->width * more, height = patches ? order->height * more : 1;
         const double one = keys_seen(order->width, order->height, order->along, order->across);
         if (one > COLUMNS || keys_seen(width, height, order->along, order->across) <= COLUMNS)

@@ -13,6 +13,7 @@ from ..schedule.rank_steps import RankSteps
 RECENT = 8  # sets of documents of which the calls are kept
 # Limit in bytes for the arrays of calls that are alike, and of all others with documents: intervals of 8 million rows.
 KEPT_BYTES = 64 * 2**20
+NARROW = 256  # keys of an interval, on average, up to which one launch for all lists is the faster
 
 
 def _side_by_side(parts):
@@ -21,6 +22,12 @@ def _side_by_side(parts):
         return parts[0]
     lists = max(map(len, parts))
     return np.concatenate([np.pad(part, ((0, lists - len(part)), (0, 0), (0, 0))) for part in parts], axis=2)
+
+
+def _narrow(begin, end):
+    """Whether intervals hold few keys, so that what a launch costs besides its pairs counts."""
+    keys = np.maximum(end - begin, 0)
+    return keys.sum() <= NARROW * np.count_nonzero(keys)
 
 
 class AlikeCalls:
@@ -51,7 +58,8 @@ class AlikeCalls:
 
         queries, keys: ((number of a chunk, `Ranges` of its tokens), ...).
         Returns fields of `BlockInputs`, of each launch that the block takes: one for every list with work, or one for
-        all in a back end that takes them so.  There is always one, so that a pass without work has its events too.
+        all where the back end takes them so and they are narrow.  There is always one, so that a pass without work has
+        its events too.
         """
         launches = self._intervals.get((queries, keys))
         if launches is None:
@@ -59,7 +67,7 @@ class AlikeCalls:
             pairs = [self.activity.columns(chunk, columns, rows) for chunk, rows in queries]
             begin, end = (_side_by_side(side) for side in zip(*pairs))
             working = [number for number in range(len(begin)) if (begin[number] < end[number]).any()]
-            if len(working) > 1 and self._backend.takes_lists:
+            if len(working) > 1 and self._backend.takes_lists and _narrow(begin, end):
                 sides = [[np.stack([side[number] for number in working], axis=-1) for side in (begin, end)]]
             else:
                 sides = [(begin[number], end[number]) for number in working or [0]]
