@@ -58,7 +58,8 @@ class AlikeCalls:
 
         queries, keys: ((number of a chunk, `Ranges` of its tokens), ...).
         Returns fields of `BlockInputs`, of each launch that the block takes: one for every list with work, or one for
-        all in a back end that takes them so, if intervals are narrow.  There is always one, so that a pass without work has its events too.
+        all in a back end that takes them so, if intervals are narrow.  There is always one, so that a pass without work
+        has its events too.
         """
         launches = self._intervals.get((queries, keys))
         if launches is None:
