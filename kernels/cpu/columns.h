@@ -58,7 +58,7 @@ static void place_rows(const struct launch* of, const struct order* order, long 
             rows->place[i++] = (struct place){token, head, sequence_of(of, head)};
         token += n % patch.width == patch.width - 1 ? patch.period - patch.width + 1 : 1;
     }
-    rows->columns = 0, rows->first = 0, rows->count = i;
+    rows->columns = 0, rows->count = i;
 }
 
 INLINE long group_of(const struct launch* of, struct place at) { return at.head * of->groups / of->heads; }

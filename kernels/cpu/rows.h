@@ -21,7 +21,7 @@ struct columns;
 
 struct rows {
     const struct columns* columns;  // of which each row sees some, see columns.h; 0 if a row sees one interval
-    long first, count;  // of the rows of a KV head
+    long count;
     struct place place[MAX_ROWS];
     long from[MAX_ROWS], to[MAX_ROWS];  // keys [from, to) that a row sees, relative to the keys in work; 0, 0: none
     struct {
@@ -86,7 +86,7 @@ static void find_seen(const struct launch* of, int kv_head, long first, long cou
                       struct rows* rows) {
     long head = (long)kv_head * (of->heads / of->kv_heads) + first / of->tokens, token = first % of->tokens;
     long bounds = head * of->groups / of->heads * of->tokens, sequence = sequence_of(of, head);
-    rows->columns = 0, rows->first = first, rows->count = count;
+    rows->columns = 0, rows->count = count;
     rows->lowest = stop, rows->highest = 0;
     for (long panel = 0; panel * MR < count; panel++) {
         long from = stop, to = 0, full_from = 0, full_to = stop;
