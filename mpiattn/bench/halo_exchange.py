@@ -9,24 +9,10 @@ from ..errors import ArgumentError
 TAG = 1
 
 
-def launches(begin, end):
-    """The launches for some lists of intervals: (rows, begin, end), rows from the first to the last that sees a key.
-
-    begin, end: whole numbers (lists, queries), the columns of the keys that each query sees; empty if end <= begin.
-    """
-    made = []
-    for first, stop in zip(begin, end):
-        some = np.flatnonzero(first < stop)
-        if len(some):
-            rows = slice(int(some[0]), int(some[-1]) + 1)
-            made.append((rows, *(np.ascontiguousarray(side[None, rows], np.int32) for side in (first, stop))))
-    return made
-
-
 class HaloExchange:
     """Attention of this rank's queries to its own keys, while messages travel, and then to those that came.
 
-    Subclasses set `own`, the `launches` for a rank's own keys, and `sent`, the bytes that a pass sends.
+    Subclasses set `own`, the launches for a rank's own keys, and `sent`, the bytes that a pass sends.
 
     cart: a Cartesian communicator of the ranks of peers, in the same order.  backend: has the block kernel.
     tokens: of this rank.
@@ -36,6 +22,25 @@ class HaloExchange:
         self.peers, self.cart, self.backend, self.problem = peers, cart, backend, problem
         shapes = (tokens, problem.heads, problem.value_dim), (tokens, problem.heads)
         self.partial = [np.empty(shape, problem.partial_dtype) for shape in shapes]
+
+    def launches(self, begin, end):
+        """The launches for lists of intervals: (rows, begin, end), rows from the first to the last that sees a key.
+
+        begin, end: whole numbers (lists, queries), the columns of the keys that each query sees; empty if end <= begin.
+        All lists are one launch where the back end takes them so.
+        """
+        some = begin < end
+        lists = np.flatnonzero(some.any(axis=1))
+        if len(lists) > 1 and self.backend.takes_lists:
+            rows = np.flatnonzero(some.any(axis=0))
+            rows = slice(int(rows[0]), int(rows[-1]) + 1)
+            return [(rows, *(np.ascontiguousarray(side[lists, rows].T[None], np.int32) for side in (begin, end)))]
+        made = []
+        for number in lists:
+            rows = np.flatnonzero(some[number])
+            rows = slice(int(rows[0]), int(rows[-1]) + 1)
+            made.append((rows, *(np.ascontiguousarray(side[number, rows][None], np.int32) for side in (begin, end))))
+        return made
 
     def post(self, k, v):
         """Begin all messages; returns their requests."""
@@ -78,8 +83,8 @@ class WindowExchange(HaloExchange):
         self.arrays = [np.empty((receives, *shape), problem.dtype) for shape in shapes]
         self.sent = self.sends * sum(shape[0] * shape[1] for shape in shapes) * self.arrays[0].itemsize
         query = np.arange(tokens)[None]
-        self.own = launches(np.maximum(query - window, 0), query + 1)
-        self.came = launches(query, np.full_like(query, receives))
+        self.own = self.launches(np.maximum(query - window, 0), query + 1)
+        self.came = self.launches(query, np.full_like(query, receives))
 
     def post(self, k, v):
         """As of `HaloExchange`."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import ArgumentError
-from .halo_exchange import HaloExchange, launches
+from .halo_exchange import HaloExchange
 
 WAYS = [way for way in product((-1, 0, 1), repeat=2) if any(way)]  # to the eight neighbours, by axis
 
@@ -112,7 +112,7 @@ class GridExchange(HaloExchange):
         seen = y + np.arange(-before[0], after[0] + 1)[:, None]
         begin = seen * columns + np.maximum(x - before[1], 0)
         end = seen * columns + np.minimum(x + after[1] + 1, columns)
-        return launches(begin, np.where((seen >= 0) & (seen < rows), end, begin))
+        return self.launches(begin, np.where((seen >= 0) & (seen < rows), end, begin))
 
     def _lists_above_and_below(self):
         """The same of the halo above and below the block, by the numbers of its keys in the extended block."""
@@ -123,7 +123,7 @@ class GridExchange(HaloExchange):
         begin = seen * width + np.maximum(x + left - self.before[1], 0)
         end = seen * width + np.minimum(x + left + self.after[1] + 1, width)
         some = (seen >= 0) & (seen < height) & ((seen < above) | (seen >= above + rows))
-        return launches(begin, np.where(some, end, begin))
+        return self.launches(begin, np.where(some, end, begin))
 
     def _lists_beside(self):
         """The same of the queries at the sides, of the keys of the halo beside the block.
@@ -136,7 +136,7 @@ class GridExchange(HaloExchange):
         seen = y + np.arange(-self.before[0], self.after[0] + 1)[:, None]
         begin = seen * (left + right) + np.where(x < left, x, left)
         end = seen * (left + right) + np.where(x < left, left, x + 1)
-        return launches(begin, np.where((seen >= 0) & (seen < self.block[0]), end, begin))
+        return self.launches(begin, np.where((seen >= 0) & (seen < self.block[0]), end, begin))
 
     def post(self, k, v):
         """As of `HaloExchange`."""
