@@ -50,7 +50,7 @@ def activity_of(cache, *cuts, arguments=None):
 
 def kept(cache, activity):
     """Weak references to the row intervals of a block, which a call with this activity keeps."""
-    return [weakref.ref(bound) for bound in cache.alike(activity).intervals(*CHUNKS)[0].values()]
+    return [weakref.ref(bound) for bound in cache.alike(activity).intervals(*CHUNKS)[0][1].values()]
 
 
 def never():
@@ -103,8 +103,8 @@ def test_bytes_are_limited(cache, monkeypatch):
     monkeypatch.setattr(call_cache, "KEPT_BYTES", one_block)
     for activity in (own, first):
         calls = cache.alike(activity)
-        begin = calls.intervals(*OTHERS)[0]["begin"]
-        assert calls.nbytes == one_block and begin is not calls.intervals(*OTHERS)[0]["begin"]
+        begin = calls.intervals(*OTHERS)[0][1]["begin"]
+        assert calls.nbytes == one_block and begin is not calls.intervals(*OTHERS)[0][1]["begin"]
     second = activity_of(cache, 0, 6, TOKENS)
     kept(cache, second)
     assert cache.alike(first).nbytes == cache.alike(second).nbytes == one_block
@@ -141,9 +141,9 @@ def test_lists_are_one_launch_where_the_back_end_takes_them_so(monkeypatch):
     activity, backend = Activity(mask, layout, layout, Tile(1, 1, 2)), Backend()
     each = AlikeCalls(backend, activity).intervals(*CHUNKS)
     backend.takes_lists = True
-    (together,) = AlikeCalls(backend, activity).intervals(*CHUNKS)
-    assert len(each) > 1 and together["begin"].shape == (*each[0]["begin"].shape, len(each))
-    for number, fields in enumerate(each):
-        assert all((together[name][..., number] == fields[name]).all() for name in fields)
+    ((rows, together),) = AlikeCalls(backend, activity).intervals(*CHUNKS)
+    assert len(each) > 1 and together["begin"].shape == (*each[0][1]["begin"].shape, len(each))
+    for number, (of_list, fields) in enumerate(each):
+        assert of_list == rows and all((together[name][..., number] == fields[name]).all() for name in fields)
     monkeypatch.setattr(call_cache, "NARROW", 0)
     assert len(AlikeCalls(backend, activity).intervals(*CHUNKS)) == len(each)

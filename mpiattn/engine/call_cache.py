@@ -30,6 +30,16 @@ def _narrow(begin, end):
     return keys.sum() <= NARROW * np.count_nonzero(keys)
 
 
+def _seeing(begin, end):
+    """The slice of queries from the first to the last that sees a key; None if that is all.
+
+    begin, end: (lists, groups, queries).
+    """
+    some = np.flatnonzero((begin < end).any(axis=(0, 1)))
+    rows = slice(int(some[0]), int(some[-1]) + 1)
+    return None if rows == slice(0, begin.shape[2]) else rows
+
+
 class AlikeCalls:
     """What is kept for calls that are alike.  Arrays are in the back end's memory.
 
@@ -57,9 +67,9 @@ class AlikeCalls:
         """The columns [begin, end) of some keys, in order of position, that each of some queries sees.  Made once.
 
         queries, keys: ((number of a chunk, `Ranges` of its tokens), ...).
-        Returns fields of `BlockInputs`, of each launch that the block takes: one for every list with work, or one for
-        all where the back end takes them so and they are narrow.  There is always one, so that a pass without work has
-        its events too.
+        Returns the launches that the block takes, each (rows, fields): rows is a slice of the queries, None for all,
+        and fields are those of `BlockInputs`.  There is one for every list with work, or one for all where the back
+        end takes them so and they are narrow.  There is always one, so that a pass without work has its events too.
         """
         launches = self._intervals.get((queries, keys))
         if launches is None:
@@ -67,12 +77,15 @@ class AlikeCalls:
             pairs = [self.activity.columns(chunk, columns, rows) for chunk, rows in queries]
             begin, end = (_side_by_side(side) for side in zip(*pairs))
             working = [number for number in range(len(begin)) if (begin[number] < end[number]).any()]
+            rows = _seeing(begin, end) if working and self.activity.exact else None
+            if rows is not None:
+                begin, end = begin[:, :, rows], end[:, :, rows]
             if len(working) > 1 and self._backend.takes_lists and _narrow(begin, end):
                 sides = [[np.stack([side[number] for number in working], axis=-1) for side in (begin, end)]]
             else:
                 sides = [(begin[number], end[number]) for number in working or [0]]
-            launches = [dict(zip(("begin", "end"), self._in_memory(bounds))) for bounds in sides]
-            nbytes = sum(array.nbytes for fields in launches for array in fields.values())
+            launches = [(rows, dict(zip(("begin", "end"), self._in_memory(bounds)))) for bounds in sides]
+            nbytes = sum(array.nbytes for _, fields in launches for array in fields.values())
             if self.nbytes + nbytes <= KEPT_BYTES:
                 self._intervals[queries, keys] = launches
                 self.nbytes += nbytes

@@ -171,13 +171,25 @@ class Executor:
         for chunk in reduced.values():
             chunk.ready = (event,)
 
-    def _launch(self, q, kv, lists, reduced, after, meanwhile):
-        """Launch a block once for each of its interval lists, of `AlikeCalls.intervals`; returns the last event."""
-        if len(lists) == 1:
-            return self.computation.launch(q, kv, lists[0], reduced, after, meanwhile)
-        for number, fields in enumerate(lists):
-            of_list = meanwhile and (lambda share, number=number: meanwhile((number + share) / len(lists)))
-            event = self.computation.launch(q, kv, fields, reduced, after, of_list)
+    def _launch(self, q, kv, launches, reduced, after, meanwhile):
+        """Launch a block as often as its interval lists ask for; returns the last event.
+
+        launches: of `AlikeCalls.intervals`.
+        """
+        for number, (rows, fields) in enumerate(launches):
+            of_launch, queries, sums = meanwhile, q, reduced
+            if meanwhile and len(launches) > 1:
+
+                def of_launch(share, number=number):
+                    meanwhile((number + share) / len(launches))
+
+            if rows is not None:
+                queries = tuple([array[rows] for array in q])
+                sums = {
+                    kind: arrays if kind in IN_COLUMNS else tuple([array[rows] for array in arrays])
+                    for kind, arrays in reduced.items()
+                }
+            event = self.computation.launch(queries, kv, fields, sums, after, of_launch)
         return event
 
     def _wait_for_own(self):
