@@ -147,3 +147,16 @@ def test_lists_are_one_launch_where_the_back_end_takes_them_so(monkeypatch):
         assert of_list == rows and all((together[name][..., number] == fields[name]).all() for name in fields)
     monkeypatch.setattr(call_cache, "NARROW", 0)
     assert len(AlikeCalls(backend, activity).intervals(*CHUNKS)) == len(each)
+
+
+def test_rows_that_see_a_neighbours_keys():
+    """Of a border along columns they lie apart: their numbers where the back end takes such rows, else a slice."""
+    shape, backend = (4, 20), Backend()
+    layout = Layout.grid(shape, (1, 2))
+    activity = Activity(Problem(80, 1, 1, mask=neighborhood(shape, 3)).whole_mask, layout, layout, Tile(1, 1, 2))
+    keys = ((1, activity.keys(0, 1)),)
+    ((rows, fields), *_) = AlikeCalls(backend, activity).intervals(((0, ((0, 40),)),), keys)
+    assert rows == slice(9, 40) and fields["begin"].shape == (1, 31)
+    backend.takes_lists = True
+    ((rows, fields),) = AlikeCalls(backend, activity).intervals(((0, ((0, 40),)),), keys)
+    assert rows.tolist() == [9, 19, 29, 39] and (fields["begin"] < fields["end"]).any(axis=(0, 2)).all()

@@ -45,6 +45,7 @@ class Backend(Protocol):
         """Whether `attend` and `attend_backward` take all interval lists of a block in one launch.
 
         begin and end are then (groups, tokens, lists), of blocks with more than one list.  Else each list is a launch.
+        Such launches are done when they return, and take and change arrays of NumPy.
         """
 
     @property

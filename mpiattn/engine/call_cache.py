@@ -13,6 +13,7 @@ from ..schedule.rank_steps import RankSteps
 RECENT = 8  # sets of documents of which the calls are kept
 # Limit in bytes for the arrays of calls that are alike, and of all others with documents: intervals of 8 million rows.
 KEPT_BYTES = 64 * 2**20
+FEW_ROWS = 0.3  # share of rows that see a key, below which they are copied to lie side by side
 NARROW = 256  # keys of an interval, on average, up to which one launch for all lists is the faster
 
 
@@ -30,13 +31,16 @@ def _narrow(begin, end):
     return keys.sum() <= NARROW * np.count_nonzero(keys)
 
 
-def _seeing(begin, end):
-    """The slice of queries from the first to the last that sees a key; None if that is all.
+def _seeing(begin, end, apart):
+    """The queries that a launch takes, as a slice: from the first to the last that sees a key; None if these are all.
 
-    begin, end: (lists, groups, queries).
+    begin, end: (lists, groups, queries).  apart: whether a launch may take rows that do not lie side by side: if few
+        see a key, as of a border along a grid's columns, the result is the numbers of these, int64.
     """
     some = np.flatnonzero((begin < end).any(axis=(0, 1)))
     rows = slice(int(some[0]), int(some[-1]) + 1)
+    if apart and len(some) < FEW_ROWS * (rows.stop - rows.start):
+        return some
     return None if rows == slice(0, begin.shape[2]) else rows
 
 
@@ -67,7 +71,7 @@ class AlikeCalls:
         """The columns [begin, end) of some keys, in order of position, that each of some queries sees.  Made once.
 
         queries, keys: ((number of a chunk, `Ranges` of its tokens), ...).
-        Returns the launches that the block takes, each (rows, fields): rows is a slice of the queries, None for all,
+        Returns the launches that the block takes, each (rows, fields): rows are those of `_seeing`, None for all,
         and fields are those of `BlockInputs`.  There is one for every list with work, or one for all where the back
         end takes them so and they are narrow.  There is always one, so that a pass without work has its events too.
         """
@@ -77,10 +81,11 @@ class AlikeCalls:
             pairs = [self.activity.columns(chunk, columns, rows) for chunk, rows in queries]
             begin, end = (_side_by_side(side) for side in zip(*pairs))
             working = [number for number in range(len(begin)) if (begin[number] < end[number]).any()]
-            rows = _seeing(begin, end) if working and self.activity.exact else None
+            together = len(working) > 1 and self._backend.takes_lists and _narrow(begin, end)
+            rows = _seeing(begin, end, together) if working and self.activity.exact else None
             if rows is not None:
                 begin, end = begin[:, :, rows], end[:, :, rows]
-            if len(working) > 1 and self._backend.takes_lists and _narrow(begin, end):
+            if together:
                 sides = [[np.stack([side[number] for number in working], axis=-1) for side in (begin, end)]]
             else:
                 sides = [(begin[number], end[number]) for number in working or [0]]

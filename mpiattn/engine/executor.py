@@ -8,6 +8,8 @@ events, and neither hops nor routes.  The pass and the back end define what a bl
 from collections import deque
 from time import perf_counter as clock
 
+import numpy as np
+
 from ..schedule.kinds import GATHERED, IN_COLUMNS, KINDS, chunk_of
 from ..schedule.ranges import overlap, total
 from ..schedule.timeline import Moved, StepTimes, Timeline
@@ -190,6 +192,10 @@ class Executor:
                     for kind, arrays in reduced.items()
                 }
             event = self.computation.launch(queries, kv, fields, sums, after, of_launch)
+            if isinstance(rows, np.ndarray):  # the launch had copies
+                for kind in sums:
+                    for array, part in zip(reduced[kind], sums[kind]) if kind not in IN_COLUMNS else ():
+                        array[rows] = part
         return event
 
     def _wait_for_own(self):
