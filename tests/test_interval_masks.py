@@ -298,3 +298,11 @@ def test_disjoint_keeps_lists():
     """Of intervals that touch, the first takes in the others and stays in its list."""
     begin, end = disjoint(np.array([[10, 4], [0, 20], [5, 9]]), np.array([[12, 6], [5, 30], [11, 9]]))
     assert (begin.tolist(), end.tolist()) == ([[0, 4], [0, 20]], [[0, 6], [12, 30]])
+
+
+def test_names_are_functions_whichever_modules_are_loaded():
+    """No module has the name of a function, which it would take the place of when it is loaded."""
+    from pkgutil import iter_modules
+
+    assert not {module.name for module in iter_modules(masks.__path__)} & set(masks.__all__)
+    assert all(callable(getattr(masks, name)) for name in masks.__all__)

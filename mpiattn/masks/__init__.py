@@ -16,10 +16,10 @@ _HOMES = {
     "intervals": ".given",
     "neighborhood": ".grid",
     "parse": ".text",
-    "ranges": ".ranges",
+    "ranges": ".rectangles",
     "share_question": ".sequence",
-    "sphere": ".sphere",
-    "tree": ".tree",
+    "sphere": ".spheres",
+    "tree": ".trees",
     "window": ".sequence",
 }
 __all__ = list(_HOMES)
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from .given import intervals as intervals
     from .grid import neighborhood as neighborhood
     from .interval_mask import IntervalMask as IntervalMask
-    from .ranges import ranges as ranges
+    from .rectangles import ranges as ranges
     from .sequence import blocks as blocks
     from .sequence import causal as causal
     from .sequence import chunked as chunked
     from .sequence import global_tokens as global_tokens
     from .sequence import share_question as share_question
     from .sequence import window as window
-    from .sphere import sphere as sphere
+    from .spheres import sphere as sphere
     from .text import parse as parse
-    from .tree import tree as tree
+    from .trees import tree as tree
 else:
 
     def __getattr__(name):

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ArgumentError
 from ..system.closest import of_choices
 from .grid import EDGES, neighborhood
-from .ranges import ranges
+from .rectangles import ranges
 from .sequence import blocks, causal, chunked, global_tokens, share_question, window
-from .sphere import sphere
-from .tree import tree
+from .spheres import sphere
+from .trees import tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
