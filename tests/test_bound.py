@@ -36,19 +36,19 @@ def test_numbers_by_hand():
     _, _, activity = activity_of(tile, FULL)
     steps = bind(greedy(tile), 4, activity)
     assert dict(hops_of(steps[:3])) == {
-        "KV": BoundHop(1, 0, Message(1, 4, ALL), Message(1, 1, ALL)),
-        "Q": BoundHop(2, 1, Message(3, 4, ALL), Message(5, 5, ALL)),
+        "KV": BoundHop(1, 0, Message(1, 4, ALL, False), Message(1, 1, ALL, False)),
+        "Q": BoundHop(2, 1, Message(3, 4, ALL, False), Message(5, 5, ALL, False)),
     }
     assert [hop for kind, hop in hops_of(steps) if kind == "O"] == [
-        BoundHop(1, 0, Message(3, 3, ALL), Message(5, 4, ALL)),
-        BoundHop(2, 0, Message(5, 5, ALL), Message(3, 4, ALL)),
+        BoundHop(1, 0, Message(3, 3, ALL, False), Message(5, 4, ALL, False)),
+        BoundHop(2, 0, Message(5, 5, ALL, False), Message(3, 4, ALL, False)),
     ]
     ring = bind(greedy(tile, route="ring"), 4, activity)
     assert [(kind, hop.send, hop.receive) for kind, hop in hops_of(ring) if kind in "QO"] == [
-        ("Q", Message(5, 4, ALL), Message(3, 3, ALL)),
-        ("Q", Message(5, 3, ALL), Message(3, 5, ALL)),
-        ("O", Message(5, 3, ALL), Message(3, 5, ALL)),
-        ("O", Message(5, 5, ALL), Message(3, 4, ALL)),
+        ("Q", Message(5, 4, ALL, False), Message(3, 3, ALL, False)),
+        ("Q", Message(5, 3, ALL, False), Message(3, 5, ALL, False)),
+        ("O", Message(5, 3, ALL, False), Message(3, 5, ALL, False)),
+        ("O", Message(5, 5, ALL, False), Message(3, 4, ALL, False)),
     ]
     blocks = [block for step in steps for block in step.blocks]
     assert blocks[0] == (4, 4) and sorted(blocks) == [(q, kv) for q in (3, 4, 5) for kv in (1, 4)]

@@ -70,7 +70,7 @@ def test_every_block_of_a_full_or_causal_mask(short, layout, is_causal):
         activity = Activity(Mask(tokens, tokens, causal=is_causal), q_layout, k_layout, Tile(4, 2, 2))
         counts = []
         for i, j in np.ndindex(4, 4):
-            begin, end = activity.columns(i, k_layout.ranges(j))
+            (begin,), (end,) = activity.columns(i, k_layout.ranges(j))
             runs = runs_of(begin, end)
             shape = q_layout.length(i), k_layout.length(j)
             assert (seen_by(runs, *shape) == seen_between(begin, end, shape[1])).all()

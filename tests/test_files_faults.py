@@ -173,10 +173,10 @@ def test_other_opaque_elements(tmp_path):
 # From the first tensor on, what HDF5 writes to OUT is refused, as by a file system that has become read-only.
 REFUSED = (
     "import os, sys, mpiattn.files.hdf5 as h; write = h.write",
-    "def refused(dataset, *args):",
+    "def refused(dataset, *args, **how):",
     "    descriptor = os.open(dataset.file.filename, os.O_RDONLY)",
     "    os.dup2(descriptor, dataset.file.id.get_vfd_handle())",
-    "    return write(dataset, *args)",
+    "    return write(dataset, *args, **how)",
     "h.write = refused",
 )
 

@@ -24,7 +24,7 @@ GENERATE = ["--seqlen", "40", "--heads", "2"]
 # Says that it writes, then waits for its fate.
 WAIT = (
     "import sys, time, mpiattn.files.hdf5 as h\n"
-    "def wait(*args):\n"
+    "def wait(*args, **how):\n"
     "    print('writing', flush=True)\n"
     "    time.sleep(60)\n"
     "h.write = wait\n"
@@ -231,11 +231,11 @@ def test_ctrl_c_in_a_callback(tmp_path):
         "import os, signal, sys, weakref, mpiattn.files.hdf5 as h\n"
         "write = h.write\n"
         "class Thing: pass\n"
-        "def interrupted(*args):\n"
+        "def interrupted(*args, **how):\n"
         "    holder = Thing()\n"
         "    ref = weakref.ref(holder, lambda ref: os.kill(os.getpid(), signal.SIGINT))\n"
         "    del holder\n"
-        "    return write(*args)\n"
+        "    return write(*args, **how)\n"
         "h.write = interrupted\n"
         "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
     )

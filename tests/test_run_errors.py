@@ -200,7 +200,7 @@ def test_disk_that_others_fill_meanwhile(tmp_path, small_disk, command):
         "        except OSError as error:\n"
         "            print(error.strerror, flush=True)\n"
         "def filled(write):\n"
-        "    return lambda *args: [fill(), write(*args)]\n"
+        "    return lambda *args, **how: [fill(), write(*args, **how)]\n"
         "h.write, s.StagedFile.write = map(filled, writes)\n"
         "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
     )

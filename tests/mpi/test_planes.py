@@ -211,5 +211,7 @@ def test_what_cannot_be_split(group):
         ArgumentError, match=r"^tile is 4x1x1; 4 planes cannot split 3 sequences of 6 heads and 6 KV heads"
     ):
         MeshAttention(group, seqlen=8, heads=6, head_dim=4, batch=3, tile="ulysses")
-    with pytest.raises(ArgumentError, match=r"^mesh_layout is 'even'; it may be contiguous, striped, zigzag, grid, ranges, auto"):
+    with pytest.raises(
+        ArgumentError, match=r"^mesh_layout is 'even'; it may be contiguous, striped, zigzag, grid, ranges, auto"
+    ):
         MeshAttention(group, seqlen=8, heads=6, head_dim=4, mesh_layout="even")
