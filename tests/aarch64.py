@@ -156,8 +156,8 @@ def _list(launch, operation, name):
     elif name == "pages":
         numbers = _numbers(launch.pages, _numbers(launch.tables, launch.sequences + 1, np.int64)[-1], np.int32)
     else:
-        groups = 1 if operation == "decode" else launch.groups
-        numbers = _numbers(getattr(launch, name), groups * launch.tokens, np.int32)
+        rows = launch.tokens if operation == "decode" else launch.groups * launch.tokens * launch.lists
+        numbers = _numbers(getattr(launch, name), rows, np.int32)
     return numbers.tobytes()
 
 
