@@ -178,6 +178,9 @@ class Executor:
 
         launches: of `AlikeCalls.intervals`.
         """
+        (rows, fields), *others = launches
+        if rows is None and not others:  # as of most blocks
+            return self.computation.launch(q, kv, fields, reduced, after, meanwhile)
         for number, (rows, fields) in enumerate(launches):
             of_launch, queries, sums = meanwhile, q, reduced
             if meanwhile and len(launches) > 1:
