@@ -326,12 +326,17 @@ class Mask:
             first = np.zeros(1, np.int64)
             queries, keys = (Ranges(first, np.array([count]), 1) for count in (self.seqlen, self.seqlen_k))
             return int(block_pairs(self, [queries], [keys], (first, first))[0])
-        return _pairs(self) if documents is None else _pairs.__wrapped__(self, documents)
+        return _pairs(self) if documents is None else _counted(self, documents)
 
 
 # What follows from the rule is remembered by the mask's fields: each `Problem` makes its own `Mask`, a plan several.
 @lru_cache(REMEMBERED)
-def _pairs(mask: Mask, documents: Sequence[Group] | None = None) -> int:
+def _pairs(mask: Mask) -> int:
+    """As `Mask.pairs` without a call's documents."""
+    return _counted(mask, None)
+
+
+def _counted(mask: Mask, documents: Sequence[Group] | None) -> int:
     """As `Mask.pairs`, by a look at every query."""
     total = 0
     for start in range(0, mask.seqlen, PIECE):
