@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import ArgumentError
 from .halo_exchange import HaloExchange
 
-WAYS = [way for way in product((-1, 0, 1), repeat=2) if any(way)]  # to the eight neighbours, by axis
+OFFSETS = [offset for offset in product((-1, 0, 1), repeat=2) if any(offset)]  # to the eight neighbours, by axis
 
 
 class Message(NamedTuple):
@@ -53,14 +53,14 @@ class GridExchange(HaloExchange):
         size = [sum(lines) for lines in zip(below, self.block, above)]
         # Keys and values, which have the same head_dim here.  Kernels may multiply the middle by 0, so no NaN is there.
         self.extended = np.zeros((2, *size, problem.kv_heads, problem.head_dim), problem.dtype)
-        neighbours = {way: self._neighbour(way) for way in WAYS}
-        there = [way for way in WAYS if neighbours[way] is not None]
+        neighbours = {offset: self._neighbour(offset) for offset in OFFSETS}
+        there = [offset for offset in OFFSETS if neighbours[offset] is not None]
         # Around a cyclic axis of one block, points are here already or come from a neighbour along the other axis.
-        around = [way for way in there if any(step and parts == 1 for step, parts in zip(way, self.dims))]
-        self.copies = [(self._halo_at(way), self._before_wrapping(way)) for way in around]
-        others = [way for way in there if way not in around]
-        self.sends = [self._message(neighbours[way], way, self._part_for(way)) for way in others]
-        self.receives = [self._message(neighbours[way], _back(way), self._halo_at(way)) for way in others]
+        around = [offset for offset in there if any(step and parts == 1 for step, parts in zip(offset, self.dims))]
+        self.copies = [(self._halo_at(offset), self._before_wrapping(offset)) for offset in around]
+        others = [offset for offset in there if offset not in around]
+        self.sends = [self._message(neighbours[offset], offset, self._part_for(offset)) for offset in others]
+        self.receives = [self._message(neighbours[offset], _back(offset), self._halo_at(offset)) for offset in others]
         self.sent = sum(message.buffer.nbytes for message in self.sends)
         self.sides = below[1], above[1]
         self.own, self.beside = self._own_lists(), self._lists_beside()
@@ -70,39 +70,39 @@ class GridExchange(HaloExchange):
         """Whether there is a block after this one (step 1) or before it (-1) along an axis."""
         return bool(self.periods[axis]) or 0 <= self.place[axis] + step < self.dims[axis]
 
-    def _neighbour(self, way):
+    def _neighbour(self, offset):
         """The rank of the neighbour that lies so, None if there is none."""
-        if not all(self._exists(axis, step) for axis, step in enumerate(way)):
+        if not all(self._exists(axis, step) for axis, step in enumerate(offset)):
             return None
-        return self.cart.Get_cart_rank([(at + step) % parts for at, step, parts in zip(self.place, way, self.dims)])
+        return self.cart.Get_cart_rank([(at + step) % parts for at, step, parts in zip(self.place, offset, self.dims)])
 
-    def _message(self, neighbour, way, place):
+    def _message(self, neighbour, offset, place):
         shape = [at.stop - at.start for at in place]
         buffer = np.empty((2, *shape, *self.extended.shape[3:]), self.extended.dtype)
-        return Message(neighbour, WAYS.index(way), place, buffer)
+        return Message(neighbour, OFFSETS.index(offset), place, buffer)
 
-    def _part_for(self, way):
+    def _part_for(self, offset):
         """The points of this block that the neighbour that lies so has to see."""
-        sides = zip(way, self.block, self.before, self.after)
+        sides = zip(offset, self.block, self.before, self.after)
         return tuple(
             {-1: slice(0, after), 0: slice(0, length), 1: slice(length - before, length)}[step]
             for step, length, before, after in sides
         )
 
-    def _halo_at(self, way):
+    def _halo_at(self, offset):
         """The points of the extended block that come from the neighbour that lies so."""
-        sides = zip(way, self.first, self.block, self.extended.shape[1:])
+        sides = zip(offset, self.first, self.block, self.extended.shape[1:])
         return tuple(
             {-1: slice(0, first), 0: slice(first, first + length), 1: slice(first + length, size)}[step]
             for step, first, length, size in sides
         )
 
-    def _before_wrapping(self, way):
+    def _before_wrapping(self, offset):
         """Where the points of a halo are in the extended block, which wraps around the axes of one block."""
-        sides = zip(self.dims, self._halo_at(way), self._part_for(_back(way)), self.first)
+        sides = zip(self.dims, self._halo_at(offset), self._part_for(_back(offset)), self.first)
         return tuple(
             slice(part.start + first, part.stop + first) if parts == 1 and step else at
-            for step, (parts, at, part, first) in zip(way, sides)
+            for step, (parts, at, part, first) in zip(offset, sides)
         )
 
     def _own_lists(self):
@@ -184,6 +184,6 @@ class GridExchange(HaloExchange):
         return both.reshape(-1, *array.shape[2:])
 
 
-def _back(way):
-    """The opposite way."""
-    return tuple(-step for step in way)
+def _back(offset):
+    """The opposite offset."""
+    return tuple(-step for step in offset)

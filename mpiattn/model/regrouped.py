@@ -59,10 +59,10 @@ def _of_many(layout: Layout, other: Layout) -> NDArray[np.int64]:
     if not other.striped:
         other_cuts, other_owners = other.owners
         both = np.union1d(cuts, other_cuts)
-        ours, theirs = (
+        of_one, of_other = (
             of[ends.searchsorted(both[:-1], "right") - 1] for ends, of in ((cuts, owners), (other_cuts, other_owners))
         )
-        return by_owner(ours * shape[1] + theirs, np.diff(both))
+        return by_owner(of_one * shape[1] + of_other, np.diff(both))
     # before position q * chunks + r come q tokens of each stripe, and one more of those below r
     q, r = np.divmod(cuts, shape[1])
     ones = np.ones_like(owners)

@@ -13,23 +13,23 @@ if TYPE_CHECKING:
     Blocks = tuple[tuple[int, ...], ...]  # by axis, the lengths of the blocks along it
 
 
-def _whole_numbers(name: str, value: Any, least: int, what: str) -> tuple[int, ...]:
+def _whole_numbers(name: str, value: Any, least: int, meaning: str) -> tuple[int, ...]:
     """A tuple of ints.  Raises ArgumentError unless the value is whole numbers, `least` or more, one or more of them.
 
-    what: what the numbers are.
+    meaning: what the numbers are.
     """
     several = isinstance(value, Iterable) and not isinstance(value, str | bytes)
     numbers = tuple(value) if several else ()
     if not numbers or any(isinstance(n, bool) or not isinstance(n, Integral) or n < least for n in numbers):
-        raise ArgumentError(f"{name} is {value!r}; it must be whole numbers, at least {least}: {what}")
+        raise ArgumentError(f"{name} is {value!r}; it must be whole numbers, at least {least}: {meaning}")
     return tuple(map(int, numbers))
 
 
 def _dims_and_order(cart: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     """The dims of a Cartesian communicator or of a tuple; by rank, the number of its block in C order if it differs."""
     if not hasattr(cart, "Get_topo"):
-        what = "the numbers of ranks along the axes, or a Cartesian communicator"
-        return _whole_numbers("cart", cart, 1, what), None
+        meaning = "the numbers of ranks along the axes, or a Cartesian communicator"
+        return _whole_numbers("cart", cart, 1, meaning), None
     dims = tuple(cart.Get_topo()[0])
     if not dims:
         raise ArgumentError("cart is a communicator of no dims; it must have one or more")
@@ -81,16 +81,16 @@ def even_dims(ranks: int, axes: int) -> tuple[int, ...]:
     if axes == 1:
         return (ranks,)
     factors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    ways = [(n, *even_dims(ranks // n, axes - 1)) for n in factors]
-    return min(way for way in ways if list(way) == sorted(way, reverse=True))
+    every = [(n, *even_dims(ranks // n, axes - 1)) for n in factors]
+    return min(dims for dims in every if list(dims) == sorted(dims, reverse=True))
 
 
 def checked_blocks(sizes: Any, seqlen: int, chunks: int) -> Blocks:
     """The lengths of blocks along every axis as tuples.  Raises ArgumentError."""
     if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not sizes:
         raise ArgumentError(f"sizes is {sizes!r}; of a grid it must have the lengths of blocks along every axis")
-    what = "the lengths of the blocks along the axis"
-    blocks = tuple(_whole_numbers(f"sizes[{axis}]", of_axis, 0, what) for axis, of_axis in enumerate(sizes))
+    meaning = "the lengths of the blocks along the axis"
+    blocks = tuple(_whole_numbers(f"sizes[{axis}]", of_axis, 0, meaning) for axis, of_axis in enumerate(sizes))
     points, parts = math.prod(map(sum, blocks)), math.prod(map(len, blocks))
     if (points, parts) != (seqlen, chunks):
         raise ArgumentError(
