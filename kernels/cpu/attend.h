@@ -131,8 +131,8 @@ static int attend_columns(struct job* job, int thread, struct forward_work* work
                 const long start = parts.part[n].first, stop = parts.part[n].last;
                 const long at = parts.part[n].at + start - parts.part[n].start;
                 for (long c = 0; c < width; c += NR)
-                    product(1, work->score + at, BLOCK, 1, work->values + c * work->pitch + start * NR,
-                            stop - start, work->acc + panel * MR * width + c, width);
+                    product(1, work->score + at, BLOCK, 1, work->values + c * work->pitch + start * NR, stop - start,
+                            work->acc + panel * MR * width + c, width);
                 if (work->odd.count)
                     add_odd_values(of, work, kv_head, 0, rows, panel, start - at, start, stop);
             }

@@ -46,8 +46,8 @@ static int wait_for_keys(struct job* job, int thread, const struct column_turns*
         const struct turn* turn = turns->turn + before % turns->places;
         for (;;) {
             const long number = load_acquire(&turn->piece);
-            if (number > before || (number == before && (load_acquire(&turn->lowest) >= to ||
-                                                         load_acquire(&turn->highest) <= from)))
+            if (number > before ||
+                (number == before && (load_acquire(&turn->lowest) >= to || load_acquire(&turn->highest) <= from)))
                 break;
             if (give_up(job, thread))
                 return 0;
@@ -91,8 +91,7 @@ static int backward_piece(struct job* job, int thread, struct column_turns* turn
     pack_found(of, work, tile);
     find_hull(of, &tile->rows, &from, &to);
     find_shifts(of, &tile->rows, columns);
-    if (!wait_for(job, thread, &turn->piece, piece - turns->places) ||
-        !wait_for(job, thread, &turn->lowest, LONG_MAX))
+    if (!wait_for(job, thread, &turn->piece, piece - turns->places) || !wait_for(job, thread, &turn->lowest, LONG_MAX))
         return 0;
     set(&turn->highest, to);
     set(&turn->lowest, from);

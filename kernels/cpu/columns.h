@@ -19,10 +19,10 @@ struct columns {
     uint64_t* seen;                 // [MAX_ROWS][WORDS], and a word: a bit for each column that a row sees
     uint64_t* any;                  // [MAX_ROWS / MR][WORDS], that some row of a panel sees
     int32_t* key;                   // [COLUMNS]
-    uint64_t* window;               // [WINDOW_WORDS + 1], a bit for each key of a window that some row of a tile sees
-    int32_t* before;                // [WINDOW_WORDS + 1], columns before those of a word of it
-    int8_t* shift;                  // [MAX_ROWS], by how much the intervals of a row lie behind those of the row before
-    long first_key, first, count;   // of the window; of the columns in work among its columns
+    uint64_t* window;  // [WINDOW_WORDS + 1], a bit for each key of a window that some row of a tile sees
+    int32_t* before;  // [WINDOW_WORDS + 1], columns before those of a word of it
+    int8_t* shift;  // [MAX_ROWS], by how much the intervals of a row lie behind those of the row before
+    long first_key, first, count;  // of the window; of the columns in work among its columns
 };
 
 INLINE uint64_t* bits_of(const struct columns* columns, long i) { return columns->seen + i * WORDS; }

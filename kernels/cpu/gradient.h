@@ -47,8 +47,8 @@ static void differentiate(const struct launch* of, const struct rows* rows, long
         if (cap)
             ds *= slope;
         if (masked) {
-            const ivec seen = bits ? lanes_of(bits[(block + j) / 64] >> (block + j) % 64)
-                                   : (column >= from) & (column < to);
+            const ivec seen =
+                bits ? lanes_of(bits[(block + j) / 64] >> (block + j) % 64) : (column >= from) & (column < to);
             p = (vec)((ivec)p & seen), ds = (vec)((ivec)ds & seen);
         }
         store(weight + j, p);

@@ -77,8 +77,8 @@ INLINE void differentiate(const struct launch* of, struct backward_work* work, c
             if (masked) {
                 const uint64_t* bits = rows->columns ? bits_of(rows->columns, row + r) : 0;
                 const integer from = rows->from[row + r], to = rows->to[row + r];
-                const ivec seen = bits ? lanes_of(bits[(block + j) / 64] >> (block + j) % 64)
-                                       : (column >= from) & (column < to);
+                const ivec seen =
+                    bits ? lanes_of(bits[(block + j) / 64] >> (block + j) % 64) : (column >= from) & (column < to);
                 p[r] = (vec)((ivec)p[r] & seen), ds[r] = (vec)((ivec)ds[r] & seen);
             }
             const __m256bh narrow = _mm512_cvtneps_pbh((__m512)ds[r]);

@@ -31,9 +31,7 @@ struct patch {
 };
 
 // The tiles of a KV head's rows.
-INLINE long tiles_of(const struct order* order) {
-    return (order->strips * order->bands + order->rest) * order->parts;
-}
+INLINE long tiles_of(const struct order* order) { return (order->strips * order->bands + order->rest) * order->parts; }
 
 INLINE struct patch patch_of(const struct launch* of, const struct order* order, long number) {
     const long size = order->width * order->height, along = number % order->strips * order->width;
