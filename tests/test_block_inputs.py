@@ -10,7 +10,7 @@ from test_cpu_decode import pool
 
 from mpiattn import backends
 from mpiattn.arguments.arrays import on_host
-from mpiattn.backends.block import BackwardInputs, BlockInputs, Gradients
+from mpiattn.backends.block import BackwardInputs, BlockInputs, Dropout, Gradients
 from mpiattn.backends.cuda import devices
 from mpiattn.backends.numpy.backend import _packing as packing
 from mpiattn.backends.registry import REGISTRY
@@ -19,7 +19,22 @@ from mpiattn.backends.testing import emulated
 QUERIES, KEYS, HEADS, KV_HEADS, VALUE_DIM, PAGE = 24, 40, 4, 2, 8, 4
 NOISE, CHANGE = 2e-2, 5e-2  # of the largest value: bfloat16 differs by less than the one, a field changes more
 
-# What else a field may be, given what it is.
+
+def other_bias(block):
+    """A bias of a block: the same for all queries; or of a block in pages."""
+    rng = np.random.default_rng(2)
+    if block.pages is not None:
+        return rng.standard_normal((QUERIES, HEADS, KEYS), np.float32)
+    return rng.standard_normal((1, HEADS, 1, KEYS)).astype(block.q.dtype)
+
+
+def other_dropout(block):
+    """A dropout of a block of the last queries and other keys, of the heads of another sequence than the first."""
+    rows, keys, heads = (np.arange(count, dtype=np.int32) for count in (QUERIES, KEYS, HEADS))
+    return Dropout(2**30, 2**40 + 1, rows + 16, 3 * keys, heads + HEADS)
+
+
+# What else a field may be, given what it is, or given the block where that has none.
 CHANGES = {
     "q": lambda q: q[::-1].copy(),
     "k": lambda k: k[::-1].copy(),
@@ -30,6 +45,8 @@ CHANGES = {
     "softcap": lambda softcap: 0.5,
     "pages": lambda pages: pages[::-1].copy(),
     "page_size": lambda size: size // 2,
+    "bias": other_bias,
+    "dropout": other_dropout,
     "dout": lambda dout: dout[::-1].copy(),
     "lse": lambda lse: lse - np.float32(0.5),
     "delta": lambda delta: delta + np.float32(2),
@@ -70,13 +87,14 @@ def paged():
 def put(backend, record):
     """A record's arrays on a back end's device, but those that stay NumPy's in pages."""
     stay = ("begin", "end", "pages") if getattr(record, "pages", None) is not None else ()
-    return record._replace(
-        **{
-            name: backend.contiguous(value)
-            for name, value in record._asdict().items()
-            if isinstance(value, np.ndarray) and name not in stay
-        }
-    )
+    arrays = {
+        name: backend.contiguous(value)
+        for name, value in record._asdict().items()
+        if isinstance(value, np.ndarray) and name not in stay
+    }
+    if getattr(record, "dropout", None) is not None:
+        arrays["dropout"] = put(backend, record.dropout)
+    return record._replace(**arrays)
 
 
 def attend(backend, block, given):
@@ -93,6 +111,8 @@ def attend_backward(backend, block, given):
     backend.delta(backend.empty(given.delta.shape, "float32"), given.dout, given.dout, None)  # none of them has a dlse
     grads = [np.zeros(array.shape, np.float32) for array in block[:3] if array is not None]
     grads = Gradients(*map(backend.contiguous, grads))
+    if block.bias is not None:  # the same for all queries, so its gradient is their sum
+        grads = grads._replace(dbias=backend.contiguous(np.zeros(block.bias.shape, np.float32)))
     backend.attend_backward(put(backend, block), given, grads)
     backend.drain()
     return [on_host(grad) for grad in grads if grad is not None]
@@ -100,6 +120,11 @@ def attend_backward(backend, block, given):
 
 def test_every_field_is_changed_here():
     assert set(CHANGES) == {*BlockInputs._fields, *BackwardInputs._fields}
+
+
+def changed(record, name):
+    value = getattr(record, name)
+    return CHANGES[name](record if value is None else value)
 
 
 @pytest.mark.parametrize("what", ["forward", "backward", "pages"])
@@ -111,10 +136,10 @@ def test_every_field_counts(backend, what):
     run = attend_backward if what == "backward" else attend
     before, numpy = run(backend, block, given), backends.get("numpy")
     for name in (*backend.takes, *(BackwardInputs._fields if what == "backward" else ())):
-        if name in ("pages", "page_size") and what != "pages":
+        if (name in ("pages", "page_size") and what != "pages") or (name == "dropout" and what == "pages"):
             continue
         records = [
-            each and (each._replace(**{name: CHANGES[name](getattr(each, name))}) if name in each._fields else each)
+            each and (each._replace(**{name: changed(each, name)}) if name in each._fields else each)
             for each in (block, given)
         ]
         now, right = run(backend, *records), run(numpy, *records)

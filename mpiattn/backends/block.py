@@ -16,6 +16,31 @@ if TYPE_CHECKING:
 Array: TypeAlias = Any
 
 
+class Dropout(NamedTuple):
+    """Which weights of a block are dropped: a pure function of positions, so that no mesh and no back end changes it.
+
+    The word of a pair is number `key % 4` of the four that Philox4x32-10 makes of the counter (key // 4, row, head, 0)
+    and the two halves of the seed, low half first; row and key are positions.  A weight is dropped where its word is
+    below `threshold`; all others are divided by the probability to be kept, 1 - threshold / 2^32.  lse does not change.
+
+    threshold: from 1 to 2^32 - 1.
+    seed: from 0 to 2^64 - 1.
+    rows, keys: int32 (tokens,) and (keys,), positions in the sequence.
+    heads: int32 (heads,), number of each head of the block among those of all batch entries of the problem.
+    """
+
+    threshold: int
+    seed: int
+    rows: Array
+    keys: Array
+    heads: Array
+
+    @property
+    def kept(self) -> float:
+        """The probability that a weight is kept."""
+        return 1 - self.threshold / 2**32
+
+
 class BlockInputs(NamedTuple):
     """The inputs of a block, in a chunk of keys or in pages of a pool of them.
 
@@ -31,6 +56,12 @@ class BlockInputs(NamedTuple):
     pages: None for a chunk.  Else NumPy's int32, the numbers of a sequence's pages in order, or a list of such tables,
         one a sequence; q then holds the queries of each sequence in turn, the same number for each.
     page_size: the consecutive slots of a page; None for a chunk.
+    bias: (sequences, heads of a sequence, tokens, keys), of q's dtype or that of partials, or None.  Every axis but
+        the last may have the length 1 instead, and is the same for all then.  The bias is added to the scores after
+        scale and softcap; -inf gives a pair the weight 0.  The numbers of a row lie one after another; all other
+        strides are any multiples of the itemsize, negative ones too.  In pages: contiguous (tokens, heads, most), of the dtype of partials;
+        column j is key j of the row's sequence, of which no sequence has more than `most`.
+    dropout: a `Dropout` or None; None in pages.
     """
 
     q: Array
@@ -42,6 +73,8 @@ class BlockInputs(NamedTuple):
     softcap: float | None = None
     pages: Array | list[Array] | None = None
     page_size: int | None = None
+    bias: Array | None = None
+    dropout: Dropout | None = None
 
     @classmethod
     def of(
@@ -69,8 +102,11 @@ class Gradients(NamedTuple):
     """The sums to which a backward pass adds, of the dtype of partials and the shapes of q, k and v.
 
     dv: None where v is; dk takes both gradients then.
+    dbias: as the block's bias, but of the dtype of partials, with any strides too; None where it is not asked for.  An
+        axis of length 1 gets the sum along it, added up in the same order in every run.
     """
 
     dq: Array
     dk: Array
     dv: Array | None = None
+    dbias: Array | None = None

@@ -9,7 +9,7 @@ import numpy as np
 from ...errors import ArgumentError
 from ...model.machine import DEFAULT
 from ...problem.tensors import what_is
-from ..block import BackwardInputs, BlockInputs, Gradients
+from ..block import BackwardInputs, BlockInputs
 from ..kept import Kept
 from ..pages import Tables
 from ..wire import in_memory
@@ -214,9 +214,12 @@ class NumpyBackend:
             of_rows = zip(
                 *(array.reshape(*split, *array.shape[1:]) for array in (block.q, block.begin, block.end, out, lse))
             )
-            for number, (table, (q, begin, end, *partial)) in enumerate(zip(tables, of_rows)):
+            biases = itertools.repeat(None)
+            if block.bias is not None:
+                biases = block.bias.reshape(*split, *block.bias.shape[1:])
+            for number, (table, bias, (q, begin, end, *partial)) in enumerate(zip(tables, biases, of_rows)):
                 report = meanwhile and functools.partial(meanwhile, number / len(tables))
-                of_sequence = block._replace(q=q, begin=begin, end=end, pages=table)
+                of_sequence = block._replace(q=q, begin=begin, end=end, pages=table, bias=bias)
                 paged.attend(self._work, of_sequence, *partial, report)
 
     def unnormalize(self, out, lse, top):
@@ -237,21 +240,17 @@ class NumpyBackend:
             names = "packed dout", "packed lse", "packed delta", "packed dq"
             *rows, dq = (_pack(self._work, name, a, per_kv) for name, a in zip(names, (*given, grads.dq), strict=True))
             NumpyBackend.attend_backward(
-                self,
-                self._packed(block, per_kv),
-                BackwardInputs(*rows),
-                Gradients(dq, grads.dk, grads.dv),
-                meanwhile=meanwhile,
+                self, self._packed(block, per_kv), BackwardInputs(*rows), grads._replace(dq=dq), meanwhile=meanwhile
             )
             _unpack(grads.dq, dq, per_kv)
             return
         with np.errstate(all="ignore"):
-            (dq, dk, dv), value_dim = grads, given.dout.shape[2]
+            (dq, dk, dv, _), value_dim = grads, given.dout.shape[2]
             for panel, row_tiles_of_heads, report in self._panels(block, value_dim, dq.dtype, meanwhile):
                 keys = slice(panel.first, panel.first + len(panel.keys)), panel.kv_head
                 dk_panel = self._panel("dk", dk[keys], dq.dtype)
                 dv_panel = dk_panel[:, :value_dim] if dv is None else self._panel("dv", dv[keys], dq.dtype)
-                sums = Gradients(dq, dk_panel, dv_panel)
+                sums = grads._replace(dk=dk_panel, dv=dv_panel)
                 for rows, head in row_tiles_of_heads:
                     tiles.backward(self._work, rows, head, block, given, sums, panel, report)
                 dk[keys] = dk_panel

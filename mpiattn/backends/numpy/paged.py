@@ -72,8 +72,8 @@ def _score_tiles(slots, columns):
     return [[(start, min(start + columns, last))] for start in range(first, last, columns)]
 
 
-def _all_heads(work, block, key_slots, out, lse, meanwhile):
-    """Attention where every query sees all the keys, in one product for all KV heads.
+def _all_heads(work, block, key_slots, first, out, lse, meanwhile):
+    """Attention where every query sees all the keys, from `first` on, in one product for all KV heads.
 
     With few keys this takes a fraction of the time of one call per head.
     """
@@ -104,6 +104,11 @@ def _all_heads(work, block, key_slots, out, lse, meanwhile):
             score *= 1 / block.softcap
             np.tanh(score, out=score)
             score *= block.softcap
+        if block.bias is not None:
+            of_keys = by_head(block.bias[:, :, first : first + score.shape[2]])
+            of_rows = score.reshape(of_keys.shape)
+            of_rows += of_keys
+        first += score.shape[2]
         new_top = np.maximum(top, score.max(axis=2, keepdims=True))
         base = np.where(new_top == -np.inf, 0, new_top)
         score -= base
@@ -136,7 +141,9 @@ def _by_rows(work, rows, block, key_slots, first, out, lse, meanwhile):
         for target, source in ((query, q), (acc, out), (top, lse)):
             target[...] = source[:, heads]
         query, acc, top = (array.reshape(len(q) * per_kv, 1, *array.shape[2:]) for array in (query, acc, top))
-        of_head, start = block._replace(q=query), first
+        of_head, start = block._replace(q=query, bias=None), first
+        if block.bias is not None:
+            of_head = of_head._replace(bias=block.bias[:, heads].reshape(1, 1, len(query), -1))
         for count, slots in _groups(key_slots, keys.dtype == out.dtype, GATHER):
             of_keys = _matrix(work, "k", keys[head], slots, out.dtype)[0]
             of_values = (
@@ -161,7 +168,7 @@ def attend(work, block, out, lse, meanwhile=None):
     begins, ends = block.begin.tolist(), block.end.tolist()
     common_lo, common_hi = max(begins), min(ends)
     if common_lo < common_hi:  # else windows do not overlap, or some query sees no key
-        _all_heads(work, block, stretches(pages, page_size, common_lo, common_hi), out, lse, meanwhile)
+        _all_heads(work, block, stretches(pages, page_size, common_lo, common_hi), common_lo, out, lse, meanwhile)
         if (min(begins), max(ends)) == (common_lo, common_hi):
             return
     per_kv = block.q.shape[1] // len(block.k)

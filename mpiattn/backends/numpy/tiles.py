@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .dropout import factors
+
 # A score tile of 256 x 1024 float32 takes 1 MiB, so the passes over it stay in a core's L2 cache.
 ROWS, COLUMNS = 256, 1024
 MOST = np.iinfo(np.int32).max
@@ -98,6 +100,18 @@ def _scores(work, rows, query, panel, start, stop, softcap):
     return score, rows.hidden(work, start, stop)
 
 
+def _of_pairs(array, block, head, rows, start, stop):
+    """The view (rows or 1, keys) of a bias or its gradient, of a head, a row tile and the keys [start, stop)."""
+    sequences, heads, tokens, _ = array.shape
+    of_head = array[head * sequences // block.q.shape[1], head % heads]
+    return of_head[rows.span if tokens > 1 else slice(None), start:stop]
+
+
+def _add_bias(block, rows, head, start, stop, score):
+    if block.bias is not None:
+        score += _of_pairs(block.bias, block, head, rows, start, stop)
+
+
 def _query(work, rows, head, block, dtype):
     query = work("q", (rows.count, block.q.shape[2]), dtype)
     np.multiply(block.q[rows.span, head], dtype.type(block.scale), out=query, dtype=dtype)
@@ -125,6 +139,7 @@ def forward(work, rows, head, block, partial, panel, meanwhile=None, columns=COL
         score, hidden = _scores(work, rows, query, panel, start, stop, softcap)
         if softcap is not None:
             score *= softcap
+        _add_bias(block, rows, head, start, stop, score)
         if hidden is not None:
             np.copyto(score, -np.inf, where=hidden)
         new_top = np.maximum(top, np.maximum.reduce(score, axis=1))  # methods of arrays take longer to call
@@ -134,6 +149,8 @@ def forward(work, rows, head, block, partial, panel, meanwhile=None, columns=COL
         decay = np.exp(top - base)
         total *= decay
         total += np.add.reduce(score, axis=1)
+        if block.dropout is not None:
+            score *= factors(block.dropout, head, rows.span, slice(start, stop), dtype)
         acc *= decay[:, None]
         _add_product(work, acc, score, panel.values[start - panel.first : stop - panel.first], hidden, product)
         top = new_top
@@ -145,11 +162,12 @@ def forward(work, rows, head, block, partial, panel, meanwhile=None, columns=COL
 def backward(work, rows, head, block, given, grads, panel, meanwhile=None):
     """Add the gradients of the rows of one head in a row tile, with the keys of a panel, to `grads`.
 
-    grads: dq of all rows; dk and dv of the panel.
-    With P = exp(S - lse) and dP = dout @ V.T: dV += P.T @ dout, dS = P * (dP - delta), dQ += scale * dS @ K and
-    dK += scale * dS.T @ Q.  The softcap multiplies dS by 1 - tanh^2.
+    grads: dq and dbias of all rows; dk and dv of the panel.
+    With P = exp(S - lse) and dP = dout @ V.T: dV += P.T @ dout, dS = P * (dP - delta), dbias += dS,
+    dQ += scale * dS @ K and dK += scale * dS.T @ Q.  The softcap multiplies the last two dS by 1 - tanh^2; the bias is
+    added after it.  Dropout multiplies dP, and the P of dV, by its factors.
     """
-    (dout, lse, delta), (dq, dk_panel, dv_panel), softcap = given, grads, block.softcap
+    (dout, lse, delta), (dq, dk_panel, dv_panel, dbias), softcap = given, grads, block.softcap
     span, dtype = (rows.span, head), dq.dtype
     lo, hi = rows.within(*panel.span)
     query = _query(work, rows, head, block, dtype)
@@ -170,17 +188,27 @@ def backward(work, rows, head, block, given, grads, panel, meanwhile=None):
             slope = np.multiply(weight, weight, out=work("slope", weight.shape, dtype))
             np.subtract(1, slope, out=slope)
             weight *= softcap
+        _add_bias(block, rows, head, start, stop, weight)
         np.subtract(weight, base, out=weight)
         np.exp(weight, out=weight)
         dweight = work("dweight", weight.shape, dtype)
         np.matmul(grad, panel.values[local].T, out=dweight)
+        kept = None
+        if block.dropout is not None:
+            kept = factors(block.dropout, head, rows.span, slice(start, stop), dtype)
+            dweight *= kept
         dweight -= minus
         dweight *= weight
-        if slope is not None:
-            dweight *= slope
+        if kept is not None:
+            weight *= kept
         if hidden is not None:
             np.copyto(weight, 0, where=hidden)
             np.copyto(dweight, 0, where=hidden)
+        if dbias is not None:
+            of_pairs = _of_pairs(dbias, block, head, rows, start, stop)
+            of_pairs += dweight if len(of_pairs) == rows.count else dweight.sum(axis=0)
+        if slope is not None:
+            dweight *= slope
         unseen = None if hidden is None else hidden.T
         _add_product(
             work, dv_panel[local], weight.T, grad, unseen, work("dv product", (stop - start, grad.shape[1]), dtype)
