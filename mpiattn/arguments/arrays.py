@@ -36,10 +36,14 @@ class Axes(NamedTuple):
 
 
 class Required(NamedTuple):
-    """What an argument must be.  shape: with None for an axis of any length."""
+    """What an argument must be.
 
-    shape: tuple[int | None, ...]
-    dtype: np.dtype[Any] | str
+    shape: with None for an axis of any length, and a tuple of lengths for one that may have any of these.
+    dtype: or a tuple of those that it may have.
+    """
+
+    shape: tuple[int | tuple[int, ...] | None, ...]
+    dtype: np.dtype[Any] | str | tuple[np.dtype[Any], ...]
     axes: Axes | None = None
 
 
@@ -50,27 +54,35 @@ def checked_array(backend: Backend, name: str, argument: Any, wanted: Required, 
     """
     array = (backend.writable if writable else backend.array)(name, as_array(name, argument))
     shape, dtype, _ = wanted
-    if array.shape != shape and (
-        len(array.shape) != len(shape)
-        or array.shape != tuple([m if n is None else n for m, n in zip(array.shape, shape)])  # quicker than any()
-    ):
+    if array.shape != shape and (len(array.shape) != len(shape) or not all(map(_fits, array.shape, shape))):
         raise ArgumentError(f"{name} has shape {array.shape}; {_in_words(wanted, array.shape)}")
-    if array.dtype != dtype:  # another byte order is another dtype
-        raise ArgumentError(f"{name} has dtype {array.dtype}; it must be {dtype}")
+    if array.dtype != dtype and not (isinstance(dtype, tuple) and array.dtype in dtype):
+        may_be = " or ".join(map(str, dtype)) if isinstance(dtype, tuple) else dtype
+        raise ArgumentError(f"{name} has dtype {array.dtype}; it must be {may_be}")  # another byte order is another one
     return array
+
+
+def _fits(length: int, wanted: int | tuple[int, ...] | None) -> bool:
+    return wanted is None or (length in wanted if isinstance(wanted, tuple) else length == wanted)
+
+
+def _length_in_words(wanted: int | tuple[int, ...] | None) -> str:
+    if wanted is None:
+        return "any"
+    return " or ".join(map(str, dict.fromkeys(wanted))) if isinstance(wanted, tuple) else str(wanted)
 
 
 def _in_words(wanted: Required, given: tuple[int, ...]) -> str:
     """The shape that an argument must have; if the given one has its tokens and heads in turn, that too."""
     shape, _, axes = wanted
-    sizes = _in_brackets("any" if n is None else str(n) for n in shape)
+    sizes = _in_brackets(map(_length_in_words, shape))
     where, names = "it" if None in shape else "on this rank it", axes and _in_brackets(axes.names)
     text = f"{where} must be {f'{names} = {sizes}' if names else sizes}"
     if axes and axes.tokens:
         text += f", with the tokens of plan.{axes.tokens}"
     if len(given) == len(shape) > 2:
         swapped = given[0], given[2], given[1], *given[3:]
-        if all(n in (None, m) for m, n in zip(swapped, shape)):
+        if all(map(_fits, swapped, shape)):
             text += "; axes 1 and 2 are swapped"
     return text
 

@@ -29,6 +29,11 @@ class Results:
                 _check_own_memory(name, array, others)
                 self._arrays[name] = others[name] = array
 
+    @property
+    def names(self):
+        """The names of the results, in their order."""
+        return tuple(self._asked)
+
     def arrays(self, given=None):
         """The arrays in the order of `asked`.  The first call makes those that the caller did not give.
 

@@ -235,8 +235,20 @@ class Backend(Protocol):
     def take(self, dst: Array, src: Array, rows: Array, after: Sequence[Event] = ()) -> Event:
         """dst = src[rows]."""
 
-    def copy(self, dst: Array, src: Array) -> Event:
+    def copy(self, dst: Array, src: Array, after: Sequence[Event] = ()) -> Event:
         """dst = src, cast to the dtype of dst."""
+
+    def accumulate(self, dst: Array, src: Array) -> Event:
+        """dst += src, both (sequences, heads, tokens, keys) with any strides, of biases or of their gradients.
+
+        An axis of length 1 of src is the same for all; one of dst gets the sum along it, in the same order every time.
+        """
+
+    def sheared(self, array: Array, tokens: int) -> Array:
+        """A view (sequences, heads, tokens, width - tokens + 1) of an array (sequences, heads, tokens or 1, width).
+
+        Column j of row i is column tokens - 1 - i + j of the array: of one row, where that is the same for all.
+        """
 
     def scatter(self, pool: Array, slots: Array, src: Array, entries: Array, tokens: Array) -> Event:
         """pool[:, slots[i]] = src[entries[i], tokens[i]] for every i.

@@ -6,6 +6,7 @@ events, and neither hops nor routes.  The pass and the back end define what a bl
 """
 
 from collections import deque
+from functools import partial
 from time import perf_counter as clock
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from ..schedule.kinds import GATHERED, IN_COLUMNS, KINDS, chunk_of
 from ..schedule.ranges import overlap, total
 from ..schedule.timeline import Moved, StepTimes, Timeline
-from .buffers import Buffers
+from .buffers import Buffers, Chunk
 from .chunks import Chunks
 from .folding import stays
 from .transfers import Transfers
@@ -57,7 +58,8 @@ class Executor:
         self.where = ""  # the current step, in words, for error messages
         self.calls = self.steps = None  # those like the last pass, and its `RankSteps`
         self.coming = None  # the `Coming` of the last pass, or None
-        self.needs_memory = {}  # in the last pass, as for `Buffers.fit`
+        self.biases = None  # its `Biases`, or None
+        self.needs = None  # of the last pass: needs_memory as for `Buffers.fit`, and whether it had biases
         self.times, self.moves = [], []  # of the last pass: its `StepTimes` and `Moved`, by the clock
         self.number, self.began = 0, 0.0  # of the current step, and when the pass began, by the clock
         self.to_post, self.under_way = deque(), deque()  # transfers of the pass, in order of posting
@@ -68,25 +70,26 @@ class Executor:
             needs_memory[kind] = [not array.in_result(computation.problem, strided) for array in arrays]
         self._fit(calls, needs_memory)
 
-    def prepare(self, calls, results):
+    def prepare(self, calls, results, biased=False):
         """Make what one of these `AlikeCalls` needs; afterwards `run` allocates no buffers.
 
-        results: as for `run`.  Nothing keeps them if the call ends before it runs.
+        results: as for `run`.  Nothing keeps them if the call ends before it runs.  biased: whether it has biases.
         """
-        self._fit(calls, {kind: [array is None for array in arrays] for kind, arrays in results.items()})
+        self._fit(calls, {kind: [array is None for array in arrays] for kind, arrays in results.items()}, biased)
 
-    def _fit(self, calls, needs_memory):
-        if calls is self.calls and needs_memory == self.needs_memory and self.buffers.places:
+    def _fit(self, calls, needs_memory, biased=False):
+        needs = needs_memory, biased
+        if calls is self.calls and needs == self.needs and self.buffers.places:
             return
         steps = calls.steps(self.schedule, self.mesh.chunk)
         ordered, places = (), steps.places
-        if places.packed and calls.sorting(places):
+        if places.packed and not biased and calls.sorting(places):
             ordered = ("KV", *(kind for kind in self.buffers.reduced if kind in IN_COLUMNS))
         self.buffers.fit(places, needs_memory, ordered)
-        self.calls, self.steps, self.needs_memory = calls, steps, needs_memory
+        self.calls, self.steps, self.needs = calls, steps, needs
         self.transfers.calls = calls
 
-    def run(self, q, kv, results, progress=None, q_ready=(), coming=None):
+    def run(self, q, kv, results, progress=None, q_ready=(), coming=None, biases=None):
         """Run the pass that was prepared; collective.  Returns {reduced kind: arrays of this rank's own chunk}.
 
         q, kv: this rank's own chunks, tuples of arrays (tokens, heads, ...).
@@ -95,15 +98,18 @@ class Executor:
         progress: called with the number of blocks just done, or a fraction of a block.
         q_ready: events of launches of this call that write q.
         coming: the `Coming` of q or kv; None if both are here.
+        biases: the `Biases` of the pass, or None.
         The returned arrays are `results` or buffers: the last launches may still write them, and the next call
         overwrites the buffers.
         """
         try:
-            self.coming = coming
+            self.coming, self.biases = coming, biases
             return self._run(q, kv, results, progress, q_ready)
         except Exception as error:
             error.where = self.where  # for the message of the error
             raise
+        finally:
+            self.biases = None  # the caller's arrays are its own again
 
     def _run(self, q, kv, results, progress, q_ready):
         self.buffers.accumulate_in(results)
@@ -120,7 +126,12 @@ class Executor:
             for blocks in [step.blocks] if step.fused else [[block] for block in step.blocks]:
                 advance = progress and Advance(progress, len(blocks))
                 meanwhile = self._meanwhile(advance)
-                self._run_tile(meanwhile) if step.fused else self._run_block(*blocks[0], meanwhile)
+                if not step.fused:
+                    self._run_block(*blocks[0], meanwhile)
+                elif self.biases is None:
+                    self._run_tile(meanwhile)
+                else:
+                    self._run_each_of_tile(blocks, meanwhile)
                 if advance:
                     advance(1)
             computed = clock()
@@ -143,6 +154,8 @@ class Executor:
     def _run_block(self, i, j, meanwhile):
         """Launch the block of query chunk i and KV chunk j, unless none of its queries sees any of its keys."""
         launches = self.steps.launches[i, j]
+        if launches and self.biases is not None:
+            launches = self.biases.cut(i, j, launches)
         if not launches:
             return
         area, before = sum(total(rows) * total(keys) for rows, keys in launches) if meanwhile else 0, 0
@@ -168,18 +181,19 @@ class Executor:
                 {kind: c.together(keys if kind in IN_COLUMNS else rows) for kind, c in reduced.items()},
                 (*q.ready, *kv.ready),
                 of_launch,
+                ((i, rows), (j, keys)),
             )
         q.used = kv.used = (event,)
         for chunk in reduced.values():
             chunk.ready = (event,)
 
-    def _launch(self, q, kv, launches, reduced, after, meanwhile):
+    def _launch(self, q, kv, launches, reduced, after, meanwhile, chunks=None):
         """Launch a block as often as its interval lists ask for; returns the last event.
 
-        launches: of `AlikeCalls.intervals`.
+        launches: of `AlikeCalls.intervals`.  chunks: what it was asked for, of a block with biases.
         """
         (rows, fields), *others = launches
-        if rows is None and not others:  # as of most blocks
+        if rows is None and not others and self.biases is None:  # as of most blocks
             return self.computation.launch(q, kv, fields, reduced, after, meanwhile)
         for number, (rows, fields) in enumerate(launches):
             of_launch, queries, sums = meanwhile, q, reduced
@@ -194,7 +208,10 @@ class Executor:
                     kind: arrays if kind in IN_COLUMNS else tuple([array[rows] for array in arrays])
                     for kind, arrays in reduced.items()
                 }
-            event = self.computation.launch(queries, kv, fields, sums, after, of_launch)
+            launch = self.computation.launch
+            if self.biases is not None:
+                launch = partial(self.biases.launch, self.computation, chunks, rows)
+            event = launch(queries, kv, fields, sums, after, of_launch)
             if isinstance(rows, np.ndarray):  # the launch had copies
                 for kind in sums:
                     for array, part in zip(reduced[kind], sums[kind]) if kind not in IN_COLUMNS else ():
@@ -241,6 +258,21 @@ class Executor:
         self.buffers.launched = (event,)
         for chunk in accumulators:
             chunk.ready = (event,)
+
+    def _run_each_of_tile(self, blocks, meanwhile):
+        """Launch the blocks of packed arenas one after the other: a bias does not lie in the order of the arenas."""
+        self._wait_for_own()
+        places, accumulators = self.steps.places, []
+        for kind in GATHERED:
+            whole = self.chunks.whole(kind)
+            for number, tokens in places.tokens[kind].items():
+                rows = slice(places.start(kind, number), places.start(kind, number) + total(tokens))
+                self.chunks[kind, number] = Chunk(tuple([array[rows] for array in whole.arrays]), tokens, whole.ready)
+        for kind in self.buffers.reduced:
+            accumulators += [self.chunks.accumulator(kind, chunk) for chunk in places.tokens[kind]]
+        for i, j in blocks:
+            self._run_block(i, j, meanwhile)
+        self.buffers.launched = tuple(event for chunk in accumulators for event in chunk.ready)
 
     # Transfers
 

@@ -70,7 +70,7 @@ class Identity:
 
     def _accumulator(self, result, kind):
         """A result (batch, tokens, heads, dim) as an accumulator, or None.  kind: of the chunks of the same tokens."""
-        if kind not in self._accumulating or not self.backend.accumulates(result):
+        if result.ndim == 3 or kind not in self._accumulating or not self.backend.accumulates(result):
             return None
         return result[0] if len(result) == 1 else self._folding.view(result)
 

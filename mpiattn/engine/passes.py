@@ -18,6 +18,10 @@ class _Pass:
         gathered = [kinds.KINDS[self.direction][kind] for kind in kinds.GATHERED]
         self.inputs = tuple(tuple(array.argument for array in kind.arrays_of(problem)) for kind in gathered)
 
+    def _of_values(self, arrays):
+        """A launch's keys and values, or their gradients, without the numbers of a key's bias that come last."""
+        return arrays[:-1] if self.problem.key_bias else arrays
+
     def shapes(self):
         """{arena: [(shape of a token, dtype) of each array]}; arena "+X" holds partials in their dtype on the wire."""
         return kinds.shapes(self.problem, self.direction)
@@ -32,12 +36,13 @@ class Forward(_Pass):
         """Clear an accumulator; returns the event."""
         return self.backend.clear(*arrays)
 
-    def launch(self, q, kv, fields, reduced, after, meanwhile=None):
+    def launch(self, q, kv, fields, reduced, after, meanwhile=None, dbias=None):
         """Add a block to the accumulators; returns the event.
 
         fields: what it has besides chunks, as fields of `BlockInputs`.  meanwhile: as in `mpiattn.backends.base`.
+        dbias: as in `Gradients`.
         """
-        block = BlockInputs.of(self.problem, *q, kv, **fields)
+        block = BlockInputs.of(self.problem, *q, self._of_values(kv), **fields)
         return self.backend.attend(block, *reduced["O"], after=after, meanwhile=meanwhile)
 
     def merge(self, kind, arrays, received, after):
@@ -54,10 +59,10 @@ class Backward(_Pass):
         """Zero an accumulator; returns the event."""
         return self.backend.zero(arrays)
 
-    def launch(self, q, kv, fields, reduced, after, meanwhile=None):
+    def launch(self, q, kv, fields, reduced, after, meanwhile=None, dbias=None):
         """As of `Forward`."""
-        block = BlockInputs.of(self.problem, q[0], kv, **fields)
-        grads = Gradients(*reduced["dQ"], *reduced["dKV"])
+        block = BlockInputs.of(self.problem, q[0], self._of_values(kv), **fields)
+        grads = Gradients(*reduced["dQ"], *self._of_values(reduced["dKV"]), dbias=dbias)
         return self.backend.attend_backward(block, BackwardInputs(*q[1:]), grads, after=after, meanwhile=meanwhile)
 
     def merge(self, kind, arrays, received, after):

@@ -13,7 +13,7 @@ import numpy as np
 from ..backends.wire import in_place
 from ..model import memory
 from ..schedule.kinds import GATHERED, TAG, Q
-from ..schedule.regroup import GIVEN, TAKEN, arrays_of, of_keys, plane_problem, rows_of
+from ..schedule.regroup import GIVEN, TAKEN, arrays_of, plane_problem, rows_of
 from .coming import Coming
 from .folding import Folding, stays
 from .identity import Identity
@@ -55,7 +55,7 @@ class Regroup:
         """As of `Identity`: bytes here and on the mesh, and of the exchange between them."""
         nbytes = memory.outer_bytes(self._problem, self.tokens, backward, strided=True)
         widened = sum(  # results of the mesh are longer than the caller's, as they are still to be added
-            self.regrouping.widened_bytes(array) * self._tokens[of_keys(array)]
+            self.regrouping.widened_bytes(array) * self._tokens[array.keys]
             for array in (arrays_of(self._problem, "backward", True) if backward else ())
         )
         packed = sum(rows.nbytes for rows in self._packed.values())
@@ -81,7 +81,7 @@ class Regroup:
     def _make_memory(self, array, given):
         """Make this rank's chunk of the mesh, and the rows in which messages are packed at either end."""
         dtype, (heads, *dim) = self.regrouping.dtype(array, given), array.shape(self._plane)
-        tokens, kind = self._tokens[of_keys(array)], "KV" if of_keys(array) else "Q"
+        tokens, kind = self._tokens[array.keys], "KV" if array.keys else "Q"
         if self.regrouping.by_sequence and dim and stays(self.backend, self.mesh.tile, kind):
             chunk = self._empty((self.sequences, tokens, heads // self.sequences, *dim), dtype).swapaxes(0, 1)
         else:
@@ -173,8 +173,8 @@ class Regroup:
         for array in arrays_of(self._problem, direction, False):
             whole, chunk = outer[array.argument], self._chunks[array.name, False]
             outward, inward = self._parts(array, False)
-            kind = "KV" if of_keys(array) else "Q"
-            joined, everything = self.regrouping.joined(of_keys(array)), slice(0, self._tokens[of_keys(array)])
+            kind = "KV" if array.keys else "Q"
+            joined, everything = self.regrouping.joined(array.keys), slice(0, self._tokens[array.keys])
             memory, done = self._packed[array.name, False, "outer"], {}
             for part in outward:
                 region = whole[part.sequences, part.shared.outer, part.heads]
@@ -235,7 +235,7 @@ class Regroup:
         for array, result in zip(arrays_of(self._problem, direction, True), results):
             whole, chunk = _by_head(result), self._chunks[array.name, True]
             outward, inward = self._parts(array, True)
-            joined = self.regrouping.joined(of_keys(array))
+            joined = self.regrouping.joined(array.keys)
             memory, adds = self._packed[array.name, True, "inner"], self.regrouping.sharing(array) > 1
             for part in inward:
                 if part.peer == self.mesh.rank:

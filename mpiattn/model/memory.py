@@ -4,7 +4,22 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..schedule.kinds import DELTA, DOUT, GATHERED, IN_COLUMNS, KINDS, LSE, OUT, REDUCED, K, Q, V, arena_of, shapes
+from ..schedule.kinds import (
+    DELTA,
+    DOUT,
+    GATHERED,
+    IN_COLUMNS,
+    KEY_BIAS,
+    KINDS,
+    LSE,
+    OUT,
+    REDUCED,
+    K,
+    Q,
+    V,
+    arena_of,
+    shapes,
+)
 from ..schedule.route import leg_of, passed_on
 from ..schedule.sharing import below, stack
 from ..schedule.travels import held_bytes, size_of
@@ -84,7 +99,7 @@ def chunk_bytes(problem, q_tokens, k_tokens, staying=()):
     staying: kinds of which a batch is read where it lies.
     """
     queries, keys = (1 if problem.batch == 1 or kind in staying else 2 for kind in GATHERED)
-    inputs = q_tokens * held_bytes(problem, Q) * queries + k_tokens * held_bytes(problem, K, V) * keys
+    inputs = q_tokens * held_bytes(problem, Q) * queries + k_tokens * held_bytes(problem, K, V, KEY_BIAS) * keys
     return inputs + q_tokens * held_bytes(problem, OUT, LSE)
 
 
@@ -95,11 +110,13 @@ def outer_bytes(problem, tokens, backward=False, strided=False):
     the folded copies of dout and out.  strided: whether these are read where they lie.
     """
     q_tokens, k_tokens = tokens
-    nbytes = q_tokens * held_bytes(problem, Q, OUT, LSE) + k_tokens * held_bytes(problem, K, V)
+    nbytes = q_tokens * held_bytes(problem, Q, OUT, LSE) + k_tokens * held_bytes(problem, K, V, KEY_BIAS)
     if backward:
         folded = held_bytes(problem, OUT, DOUT) if problem.batch > 1 and not strided else 0
         nbytes = (
-            nbytes + q_tokens * (held_bytes(problem, DOUT, Q, DELTA) + folded) + k_tokens * held_bytes(problem, K, V)
+            nbytes
+            + q_tokens * (held_bytes(problem, DOUT, Q, DELTA) + folded)
+            + k_tokens * held_bytes(problem, K, V, KEY_BIAS)
         )
     return nbytes
 
@@ -112,4 +129,6 @@ def gradient_bytes(problem, q_tokens, k_tokens, staying=(), out_stays=False):
     """
     folded = [DOUT] * ("Q" not in staying) + [OUT] * (not out_stays)
     copies = held_bytes(problem, *folded) if problem.batch > 1 else 0
-    return q_tokens * (held_bytes(problem, DOUT, Q, DELTA, LSE, LSE) + copies) + k_tokens * held_bytes(problem, K, V)
+    return q_tokens * (held_bytes(problem, DOUT, Q, DELTA, LSE, LSE) + copies) + k_tokens * held_bytes(
+        problem, K, V, KEY_BIAS
+    )

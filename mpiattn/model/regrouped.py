@@ -12,7 +12,7 @@ import numpy as np
 
 from ..problem.layout import Layout
 from ..schedule.kinds import K, Q
-from ..schedule.regroup import Regrouping, arrays_of, of_keys
+from ..schedule.regroup import Regrouping, arrays_of
 from ..schedule.remembered import Remembered
 from ..schedule.tile import Tile
 
@@ -96,8 +96,8 @@ def _of_token(problem: Problem, planes: int, direction: str) -> OfToken:
     for given in (False, True):
         nbytes: tuple[list[int], list[int]] = [], []
         for array in arrays_of(problem, direction, given):
-            nbytes[of_keys(array)].append(regrouping.token_bytes(array, given))
-            widened[of_keys(array)] += regrouping.widened_bytes(array) if given else 0
+            nbytes[array.keys].append(regrouping.token_bytes(array, given))
+            widened[array.keys] += regrouping.widened_bytes(array) if given else 0
         exchanged.append([[sum(of), sum(of), len(of), len(of), sum(of), sum(of)] for of in nbytes])
     return OfToken(np.array(exchanged)[..., None], tuple(widened))
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..arguments.biases import BiasArguments
 from ..arguments.documents import DocumentArguments
 from ..comm.agreement import agreement
 from ..comm.exchange import MAX_MESSAGE, Exchange
@@ -13,8 +14,10 @@ from ..comm.mesh import Home
 from ..comm.peers import time_limit
 from ..comm.refusal import of_call, of_making, refusing
 from ..comm.transport import another
+from ..errors import ArgumentError
 from ..problem.tensors import as_given
 from .arguments import arguments_of, compared
+from .call_biases import CallBiases
 from .options import Asked
 from .rank_passes import RankPasses
 from .settle import resized, settle
@@ -22,7 +25,7 @@ from .verified import Verified
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from mpi4py import MPI
 
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from ..model.machine import Machine
     from ..problem.documents import PerDocument
     from ..problem.layout import AnyLayout
+    from ..schedule.needed import Activity
     from ..schedule.tile import Tile
 
 
@@ -151,6 +155,7 @@ class MeshAttention(Verified):
         value_dim: int | None = None,
         shared_kv: bool = False,
         mask: IntervalMask | None = None,
+        key_bias: bool = False,
         tile: str | tuple[int, int] | Tile = "auto",
         layout: AnyLayout = "auto",
         mesh_layout: str = "auto",
@@ -240,6 +245,14 @@ class MeshAttention(Verified):
         causal_documents: PerDocument = None,
         padding: bool = False,
         sinks: Array | None = None,
+        bias: Array | None = None,
+        key_bias: Array | None = None,
+        alibi_slopes: Array | None = None,
+        relative_bias: Array | None = None,
+        relative_grid: Sequence[int] | None = None,
+        relative_cyclic: Sequence[bool] | None = None,
+        dropout: float = 0.0,
+        seed: int | None = None,
         out: Array | None = None,
         lse: Array | None = None,
         check: bool = True,
@@ -290,13 +303,20 @@ class MeshAttention(Verified):
             As in `MeshAttention`; with check=False no CallError.
         """
         documents = DocumentArguments(cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents, padding)
+        given = BiasArguments(
+            bias, key_bias, alibi_slopes, relative_bias, relative_grid, relative_cyclic, dropout, seed
+        )
         with self.call("forward") as call:
             with call.agreement(check) as same:
                 inputs, sinks = self._arguments.checked(q=q, k=k, v=v), self._arguments.sinks(sinks)
                 results = self._arguments.results({"out": out, "lse": lse}, {**inputs, "sinks": sinks})
                 activity = self._activity_of(documents)
                 same |= compared(activity, sinks)
-                prepared = self._passes.prepare("forward", inputs, activity, results.arrays(q))
+                biases = self._biases(given, activity)
+                if biases is not None:
+                    inputs |= biases.arrays()
+                    same |= biases.compared()
+                prepared = self._passes.prepare("forward", inputs, activity, results.arrays(q), biases)
             self._passes.run(prepared, sinks, progress)
         return results.returned(q)
 
@@ -319,9 +339,20 @@ class MeshAttention(Verified):
         causal_documents: PerDocument = None,
         padding: bool = False,
         sinks: Array | None = None,
+        bias: Array | None = None,
+        key_bias: Array | None = None,
+        alibi_slopes: Array | None = None,
+        relative_bias: Array | None = None,
+        relative_grid: Sequence[int] | None = None,
+        relative_cyclic: Sequence[bool] | None = None,
+        dropout: float = 0.0,
+        seed: int | None = None,
         dq: Array | None = None,
         dk: Array | None = None,
         dv: Array | None = None,
+        dbias: Array | None = None,
+        bias_gradients: bool | Sequence[str] = True,
+        bias_shared: Sequence[str] | None = None,
         check: bool = True,
         progress: Callable[[float], object] | None = None,
     ) -> tuple[Array | None, ...]:
@@ -354,6 +385,9 @@ class MeshAttention(Verified):
             As in `forward`.
         """
         documents = DocumentArguments(cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents, padding)
+        given = BiasArguments(
+            bias, key_bias, alibi_slopes, relative_bias, relative_grid, relative_cyclic, dropout, seed
+        )
         with self.call("backward") as call:
             with call.agreement(check) as same:
                 inputs = self._arguments.checked(q=q, k=k, v=v, dout=dout, out=out)
@@ -362,13 +396,29 @@ class MeshAttention(Verified):
                 results = self._arguments.results({"dq": dq, "dk": dk, "dv": dv}, {**inputs, **rows, "sinks": sinks})
                 activity = self._activity_of(documents)
                 same |= compared(activity, sinks, self._backend.dlse_on_all and dlse is not None)
-                prepared = self._passes.prepare("backward", {**inputs, **rows}, activity, results.arrays(q))
+                biases, of_keys = self._biases(given, activity), ()
+                if biases is not None:
+                    of_keys = biases.expect_gradients(bias_gradients, dbias, bias_shared, {**inputs, **rows}, q)
+                    inputs |= biases.arrays()
+                    same |= biases.compared()
+                elif dbias is not None:
+                    raise ArgumentError("dbias is given without bias, whose gradient it would be")
+                arrays = results.arrays(q) + of_keys
+                prepared = self._passes.prepare("backward", {**inputs, **rows}, activity, arrays, biases)
             dsinks = self._passes.run(prepared, sinks, progress)
             grads = *results.returned(q), *[None] * self.problem.shared_kv
             if dsinks is not None:
                 dsinks = np.sum(self._peers.allgather(dsinks), axis=0)  # in order of rank: the same bits on all ranks
-                return *grads, *as_given(q, self._backend.give(dsinks, q))
+                grads += as_given(q, self._backend.give(dsinks, q))
+            if biases is not None:
+                grads += tuple(biases.gradients(self._peers, q))
         return grads
+
+    def _biases(self, given: BiasArguments, activity: Activity) -> CallBiases | None:
+        """Those of a call, checked; None if it has none.  Raises ArgumentError."""
+        if given.none and not self.problem.key_bias:
+            return None
+        return CallBiases(given, self.problem, self._backend, self._passes.share, activity)
 
     def close(self) -> None:
         """Free the buffers and, with the communicator's last plan, mpiattn's state for it; collective.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,8 +13,10 @@ from ..engine.call_cache import CallCache
 from ..engine.executor import Executor
 from ..engine.identity import Identity
 from ..engine.passes import PASSES
+from ..engine.plane_sums import sum_over
 from ..engine.pool import Pool
 from ..engine.regroup import Regroup
+from .call_biases import Share
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from ..comm.exchange import Exchange
     from ..comm.mesh import Mesh
     from ..schedule.needed import Activity
+    from .call_biases import CallBiases
     from .decision import Decision
 
 
@@ -30,13 +34,15 @@ class Prepared(NamedTuple):
 
     arrays: what `take` of the way to the mesh needs.
     accumulators: {reduced kind: results that are accumulated in place, or None}.
-    results: (out, lse) or (dq, dk, dv), the latter without dv if dk takes it too.
+    results: (out, lse) or (dq, dk, dv), the latter without dv if dk takes it too, and with dkey_bias where there is one.
+    biases: of the call, or None.
     """
 
     executor: Executor
     arrays: Any
     accumulators: dict[str, tuple[Array | None, ...]]
     results: tuple[Array, ...]
+    biases: CallBiases | None = None
 
 
 class RankPasses:
@@ -88,38 +94,71 @@ class RankPasses:
         rows = max(executor.calls.rows_bytes for executor in self.executors.values())
         return self._way.nbytes("backward" in self.executors) + self._scratch_bytes + self.pool.nbytes + rows
 
+    @cached_property
+    def share(self) -> Share:
+        """What this rank computes of all scores."""
+        tile, rank = self._decision.choice.tile.plane, self.mesh.rank
+        chunks = sorted(tile.row(self.mesh.chunk)), sorted(tile.column(self.mesh.chunk))
+        return Share(
+            self._decision.choice.mesh_layouts, chunks, self._decision.sequences(rank), self._way.heads, self.tokens[1]
+        )
+
     def prepare(
-        self, direction: str, arrays: dict[str, Array], activity: Activity, results: tuple[Array, ...]
+        self,
+        direction: str,
+        arrays: dict[str, Array],
+        activity: Activity,
+        results: tuple[Array, ...],
+        biases: CallBiases | None = None,
     ) -> Prepared:
         """Make all memory that a pass needs, and fold what is folded before it.
 
         arrays: the arguments by name, without v if keys hold it.  results: where the pass will write, as of `Prepared`.
         """
         executor, accumulators = self.executor(direction), self._way.accumulators(direction, results)
-        executor.prepare(self.call_cache.alike(activity), accumulators)
-        return Prepared(executor, self._way.prepare(direction, arrays), accumulators, results)
+        executor.prepare(self.call_cache.alike(activity), accumulators, biases is not None)
+        return Prepared(executor, self._way.prepare(direction, arrays), accumulators, results, biases)
 
     def run(self, prepared: Prepared, sinks: Array | None, progress: Callable[[float], object] | None) -> Array | None:
         """Run a pass into its results; returns this rank's part of dsinks if it is a backward pass with sinks.
 
         sinks: a NumPy array of all heads, or None.
         """
-        executor, arrays, accumulators, results = prepared
+        executor, arrays, accumulators, results, biases = prepared
         direction = executor.schedule.direction
         self._backend.begin()
         chunks, q_ready, coming = self._way.take(executor.schedule, arrays)
         queries, keys = ([chunks[name] for name in names] for names in executor.computation.inputs)
-        partials = executor.run(queries, keys, accumulators, progress, q_ready, coming)
+        of_pass = None if biases is None else biases.of_pass()
+        partials = executor.run(queries, keys, accumulators, progress, q_ready, coming, of_pass)
         if sinks is not None and direction == "forward":
             out, lse = partials["O"]
             self._backend.sink(out, lse, self._plane_sinks(sinks))
         self._way.give(direction, partials, accumulators, results)
+        if biases is not None and direction == "backward":
+            biases.collect(self._sum_over_planes)
         dsinks = self._sink_gradient(sinks, chunks) if sinks is not None and direction == "backward" else None
         self._backend.finish()
         self.pool.forget()
         for array in self._way.work_arrays():
             self._backend.forget(array)
         return dsinks
+
+    def _sum_over_planes(self, gradient: Array, axes: tuple[int, ...]) -> None:
+        """Replace the gradient of a tile by its sum over the planes that share it; collective.
+
+        axes: 0 if it is the same for all batch entries, 1 if it is for all heads.  Planes split either.
+        """
+        if self._decision.regrouping is None:
+            return
+        of_batch, of_heads = self._decision.regrouping.split
+        places = np.arange(of_batch * of_heads).reshape(of_batch, of_heads)
+        plane = self.mesh.rank // self.mesh.tile.chunks
+        for axis in (0, 1):
+            if axis not in axes:
+                places = places.take([np.argwhere(places == plane)[0, axis]], axis)
+        if places.size > 1:
+            sum_over(places.ravel().tolist(), gradient, self.mesh, self._backend, self._exchange)
 
     def _plane_sinks(self, sinks: Array) -> Array:
         """The sinks of the heads that this rank computes, for each of its sequences."""

@@ -119,6 +119,7 @@ class Problem:
         the default.  lse always travels in partial_dtype.
     prefix, causal_block: as in `mpiattn.problem.mask`; either makes the problem causal.
     mask: a mask of several intervals, of `mpiattn.masks`; it hides keys besides those that the others hide.
+    key_bias: whether each key has a number that is added to its scores, of each head, which travels with it.
     """
 
     seqlen: int
@@ -138,6 +139,7 @@ class Problem:
     causal_block: int | None = None
     shared_kv: bool = False
     mask: IntervalMask | None = None
+    key_bias: bool = False
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -165,6 +167,7 @@ class Problem:
         put("scale", _finite("scale", self.scale))
         if not isinstance(self.causal, bool | np.bool_ | Integral) or self.causal not in (0, 1):
             raise ArgumentError(f"causal is {self.causal!r}; it must be True or False")
+        put("key_bias", truth("key_bias", self.key_bias))
         put("shared_kv", check_shared_kv(self.shared_kv, self.head_dim, self.value_dim))
         everything = self.seqlen + self.seqlen_k  # a longer side of a window has no effect
         put("window", tuple(side if side is None else min(side, everything) for side in _window(self.window)))
@@ -226,6 +229,7 @@ class Problem:
             self.dtype,
             self.wire_dtype,
             self.shared_kv,
+            self.key_bias,
         )
 
     @cached_property
@@ -270,8 +274,25 @@ class Problem:
 
 @lru_cache(64)
 def _without_tokens(
-    heads: int, head_dim: int, batch: int, kv_heads: int, value_dim: int, dtype: str, wire_dtype: str, shared_kv: bool
+    heads: int,
+    head_dim: int,
+    batch: int,
+    kv_heads: int,
+    value_dim: int,
+    dtype: str,
+    wire_dtype: str,
+    shared_kv: bool,
+    key_bias: bool,
 ) -> Problem:
     return Problem(
-        0, heads, head_dim, batch, kv_heads, value_dim, dtype=dtype, wire_dtype=wire_dtype, shared_kv=shared_kv
+        0,
+        heads,
+        head_dim,
+        batch,
+        kv_heads,
+        value_dim,
+        dtype=dtype,
+        wire_dtype=wire_dtype,
+        shared_kv=shared_kv,
+        key_bias=key_bias,
     )

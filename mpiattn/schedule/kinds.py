@@ -21,7 +21,9 @@ class Array(NamedTuple):
     A token has the shape (batch * heads, dim), or (batch * heads,) without a dim.
     dtype: in memory.
     wire: dtype in messages.
-    in_keys: True if it is a part of the array of keys, or of their gradients, with `Problem.shared_kv`.
+    keys: whether its tokens are those of keys.
+    unless, given: attributes of `Problem` with which there is no such array, or without which there is none; "" for
+        none.
     """
 
     name: str
@@ -29,7 +31,9 @@ class Array(NamedTuple):
     dim: str | None
     dtype: str = "dtype"
     wire: str = "dtype"
-    in_keys: bool = False
+    keys: bool = False
+    unless: str = ""
+    given: str = ""
 
     @property
     def argument(self) -> str:
@@ -63,7 +67,12 @@ class Array(NamedTuple):
 
 def present(problem: Problem, arrays: Iterable[Array]) -> tuple[Array, ...]:
     """Those of some arrays that a problem has."""
-    return tuple(array for array in arrays if not (array.in_keys and problem.shared_kv))
+    return tuple(
+        array
+        for array in arrays
+        if not (array.unless and getattr(problem, array.unless))
+        and not (array.given and not getattr(problem, array.given))
+    )
 
 
 class Kind(NamedTuple):
@@ -83,25 +92,28 @@ class Kind(NamedTuple):
 
 
 Q = Array("Q", "heads", "head_dim")
-K = Array("K", "kv_heads", "head_dim")
-V = Array("V", "kv_heads", "value_dim", in_keys=True)
+K = Array("K", "kv_heads", "head_dim", keys=True)
+V = Array("V", "kv_heads", "value_dim", keys=True, unless="shared_kv")
 OUT = Array("O", "heads", "value_dim")
 DOUT = OUT._replace(name="dO")
 LSE = Array("lse", "heads", None, "partial_dtype", "partial_dtype")  # never rounded to wire_dtype
 DELTA = LSE._replace(name="delta")
+KEY_BIAS = LSE._replace(name="key_bias", keys=True, given="key_bias")
 
 # By direction and name.  Costs and bytes are given in this order.
 KINDS = {
     "forward": {
         "Q": Kind(column=False, reduced=False, arrays=(Q,)),
-        "KV": Kind(column=True, reduced=False, arrays=(K, V)),
+        "KV": Kind(column=True, reduced=False, arrays=(K, V, KEY_BIAS)),
         "O": Kind(column=False, reduced=True, arrays=(OUT.partial("O"), LSE)),
     },
     "backward": {
         "Q": Kind(column=False, reduced=False, arrays=(Q, DOUT, LSE, DELTA)),
-        "KV": Kind(column=True, reduced=False, arrays=(K, V)),
+        "KV": Kind(column=True, reduced=False, arrays=(K, V, KEY_BIAS)),
         "dQ": Kind(column=False, reduced=True, arrays=(Q.partial("dQ"),)),
-        "dKV": Kind(column=True, reduced=True, arrays=(K.partial("dK"), V.partial("dV"))),
+        "dKV": Kind(
+            column=True, reduced=True, arrays=(K.partial("dK"), V.partial("dV"), KEY_BIAS._replace(name="dkey_bias"))
+        ),
     },
 }
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..problem.layout import Layout
 from . import travels
-from .kinds import GATHERED, KINDS, LSE, OUT, Array, K, Q, V, present
+from .kinds import GATHERED, KEY_BIAS, KINDS, LSE, OUT, Array, K, Q, V, present
 from .tile import Tile, tiles
 
 if TYPE_CHECKING:
@@ -35,17 +35,15 @@ def _gathered(direction: str) -> list[Array]:
 
 # What both passes take comes first.
 TAKEN = {direction: tuple(dict.fromkeys(_gathered("forward") + _gathered(direction))) for direction in KINDS}
-GIVEN = {"forward": (OUT, LSE), "backward": tuple(array._replace(name=f"d{array.name}") for array in (Q, K, V))}
+GIVEN = {
+    "forward": (OUT, LSE),
+    "backward": tuple(array._replace(name=f"d{array.name}") for array in (Q, K, V, KEY_BIAS)),
+}
 
 
 def arrays_of(problem: Problem, direction: str, given: bool) -> tuple[Array, ...]:
     """The arrays that a pass takes or, given, its results."""
     return present(problem, (GIVEN if given else TAKEN)[direction])
-
-
-def of_keys(array: Array) -> bool:
-    """Whether an array has the tokens and the heads of keys."""
-    return array.heads == "kv_heads"
 
 
 @lru_cache(1024)
@@ -295,16 +293,16 @@ class Regrouping:
 
         given: whether the array is a result.
         """
-        key = rank, of_keys(array), given  # arrays of the same heads and tokens have the same parts
+        key = rank, array.keys, array.heads, given  # arrays of the same heads and tokens have the same parts
         if key not in self._known:
             parts = self._outward(rank, array, given), self._inward(rank, array)
-            if self.joined(of_keys(array)):
+            if self.joined(array.keys):
                 parts = _with_messages(parts[0]), _with_messages(parts[1])
             self._known[key] = parts
         return self._known[key]
 
     @cached_property
-    def _known(self) -> dict[tuple[int, bool, bool], tuple[list[Part], list[Part]]]:
+    def _known(self) -> dict[tuple[int, bool, str, bool], tuple[list[Part], list[Part]]]:
         """What `parts` has returned."""
         return {}
 
@@ -315,7 +313,7 @@ class Regrouping:
         """
         parts, packed, at = [], {}, 0
         added = given and self.sharing(array) > 1
-        for peer, some in self.to_mesh(rank, of_keys(array)):
+        for peer, some in self.to_mesh(rank, array.keys):
             _, chunk = self.plane_and_chunk(peer)
             sequences, heads = self.sequences(peer), self.heads(array, peer)
             for number, shared in enumerate(some):
@@ -331,8 +329,8 @@ class Regrouping:
     def _inward(self, rank: int, array: Array) -> list[Part]:
         """Consecutive tokens travel from and to where they are, if messages have them alone, token after token."""
         parts, sequences, heads, at = [], self.sequences(rank), self.heads(array, rank), 0
-        joined = self.joined(of_keys(array))
-        for peer, some in self.from_callers(rank, of_keys(array)):
+        joined = self.joined(array.keys)
+        for peer, some in self.from_callers(rank, array.keys):
             for shared in some:
                 rows = None
                 if (joined or self.by_sequence or shared.inner.step != 1) and peer != rank:
@@ -360,7 +358,7 @@ class Regrouping:
         messages = []
         for given in (False, True):
             for array in arrays_of(self.problem, direction, given):
-                nbytes, joined = self.token_bytes(array, given), self.joined(of_keys(array))
+                nbytes, joined = self.token_bytes(array, given), self.joined(array.keys)
                 for part in self.parts(rank, array, given)[given]:
                     if part.peer != rank and (part.message or not joined):
                         tokens = part.message.stop - part.message.start if part.message else part.shared.tokens
@@ -385,7 +383,7 @@ def mean_sent(problem: Problem, tile: Tile, direction: str = "forward") -> float
     layouts = Layout("contiguous", problem.seqlen, tile.ranks), Layout("contiguous", problem.seqlen_k, tile.ranks)
     regrouping = Regrouping(problem, tile, layouts, layouts)
     regrouped = sum(
-        (problem.seqlen_k if of_keys(array) else problem.seqlen) * regrouping.token_bytes(array, given)
+        (problem.seqlen_k if array.keys else problem.seqlen) * regrouping.token_bytes(array, given)
         for given in (False, True)
         for array in arrays_of(problem, direction, given)
     )

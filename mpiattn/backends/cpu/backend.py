@@ -164,7 +164,7 @@ class CpuBackend(NumpyBackend):
                 {"delta": delta},
             )
 
-    def copy(self, dst, src):
+    def copy(self, dst, src, after=()):
         halves = dst.itemsize == 2 and str(dst.dtype) in HALVES
         if not halves or src.dtype != np.float32 or src.shape != dst.shape or dst.ndim < 3:
             super().copy(dst, src)

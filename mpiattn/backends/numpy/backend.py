@@ -5,6 +5,7 @@ import itertools
 import os
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from ...errors import ArgumentError
 from ...model.machine import DEFAULT
@@ -333,7 +334,7 @@ class NumpyBackend:
     def take(self, dst, src, rows, after=()):
         np.take(src, rows, axis=0, out=dst, mode="clip")  # mode "raise" would buffer the whole result
 
-    def copy(self, dst, src):
+    def copy(self, dst, src, after=()):
         if dst.dtype == src.dtype:
             np.copyto(dst, src)
             return
@@ -346,6 +347,17 @@ class NumpyBackend:
             for entry in np.ndindex(dst.shape[:-3]):
                 for tokens in _some_tokens(dst[entry], NARROWED):
                     narrow(dst[entry][tokens], src[entry][tokens])
+
+    def accumulate(self, dst, src):
+        shared = tuple(axis for axis in range(4) if dst.shape[axis] == 1 < src.shape[axis])
+        with np.errstate(all="ignore"):
+            dst += src.sum(axis=shared, keepdims=True, dtype=dst.dtype) if shared else src
+
+    def sheared(self, array, tokens):
+        *_, rows, width = array.shape
+        of_row = (array.strides[2] if rows > 1 else 0) - array.itemsize
+        shape = *array.shape[:2], tokens, width - tokens + 1
+        return as_strided(array[..., tokens - 1 :], shape, (*array.strides[:2], of_row, array.itemsize))
 
     def scatter(self, pool, slots, src, entries, tokens):
         if pool.dtype.isbuiltin != 1:  # NumPy copies bfloat16 faster as integers

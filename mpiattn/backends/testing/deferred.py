@@ -114,8 +114,11 @@ class DeferredBackend(NumpyBackend):
     def take(self, dst, src, rows, after=()):
         return self._launch((dst,), after, super().take, dst, src, rows)
 
-    def copy(self, dst, src):
-        return self._launch((dst,), (), super().copy, dst, src)
+    def copy(self, dst, src, after=()):
+        return self._launch((dst,), after, super().copy, dst, src)
+
+    def accumulate(self, dst, src):
+        return self._launch((dst,), (), super().accumulate, dst, src)
 
     def scatter(self, pool, slots, src, entries, tokens):
         return self._launch((pool,), (), super().scatter, pool, slots, src, entries, tokens)

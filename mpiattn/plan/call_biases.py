@@ -1,0 +1,262 @@
+"""The biases of one call of a plan on this rank: checked, made into those of a pass, and their gradients returned."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from ..arguments.arrays import Axes, Required, checked_array
+from ..arguments.biases import WITH_GRADIENTS
+from ..arguments.results import Results
+from ..engine.bias_parts import DistanceBias, KeyBias, TileBias
+from ..engine.biases import Biases
+from ..errors import ArgumentError
+from ..problem.tensors import as_given
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ..arguments.biases import BiasArguments
+    from ..backends.base import Array, Backend
+    from ..comm.peers import Peers
+    from ..engine.bias_parts import Part
+    from ..problem.group import Group
+    from ..problem.layout import Layout
+    from ..problem.problem import Problem
+    from ..schedule.needed import Activity
+
+TILE = Axes(("batch", "heads", "rows", "columns"), "bias_positions")
+KEYS = Axes(("batch", "heads", "tokens_k"), "positions_k")
+SHARED = ("batch", "heads")  # the axes of a tile along which planes may share it
+
+
+class Share(NamedTuple):
+    """What this rank computes of all scores: its tile.
+
+    layouts: of the queries and of the keys on the mesh.  chunks: the numbers of the chunks of its row, and of those of
+    its column.  sequences, heads: of all, as slices.  own_keys: number of the caller's keys on this rank.
+    """
+
+    layouts: tuple[Layout, Layout]
+    chunks: tuple[list[int], list[int]]
+    sequences: slice
+    heads: slice
+    own_keys: int
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Number of queries and of keys."""
+        q_tokens, k_tokens = (sum(map(of.length, numbers)) for of, numbers in zip(self.layouts, self.chunks))
+        return q_tokens, k_tokens
+
+    def positions(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Positions in the sequence of the queries and of the keys, chunk after chunk: int64."""
+        rows, columns = (
+            np.concatenate([np.zeros(0, np.int64), *map(layout.positions, numbers)])
+            for layout, numbers in zip(self.layouts, self.chunks)
+        )
+        return rows, columns
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """The shape of a tile of all of its sequences and heads."""
+        return (_length(self.sequences), _length(self.heads), *self.tokens)
+
+
+def _length(of: slice) -> int:
+    return of.stop - of.start
+
+
+class CallBiases:
+    """The biases and the dropout of a call.
+
+    given: the caller's arguments.  share: of this rank.
+    Raises ArgumentError on this rank.
+    """
+
+    def __init__(
+        self, given: BiasArguments, problem: Problem, backend: Backend, share: Share, activity: Activity
+    ) -> None:
+        self.given, self._problem, self._backend, self._share = given, problem, backend, share
+        if problem.key_bias != (given.key_bias is not None):
+            raise ArgumentError(
+                "key_bias is None; this plan was made with key_bias=True, so every call must have it"
+                if problem.key_bias
+                else "key_bias is given; only a plan made with key_bias=True takes it"
+            )
+        if not {"bias", "dropout"} <= set(backend.takes):
+            name = (given.given or ["dropout"])[0]
+            raise ArgumentError(f"{name} is given; the back end {backend.name} computes without biases and dropout")
+        self._threshold, self._functions = given.threshold(), given.functions(problem, share.heads)
+        if self._functions and activity.documents:
+            _check_diagonals(activity.documents, problem, self._functions[0].name)
+        self._tile = None if given.bias is None else self._checked_tile(given.bias)
+        self._keys = None if given.key_bias is None else self._checked_keys(given.key_bias)
+        self._wanted: list[str] = []
+        self._shared: tuple[int, ...] = ()
+        self._results: Results | None = None
+        self._dtile = self._dkeys = None  # the caller's results
+        self._key_sums: Array | None = None  # dkey_bias of every sequence and head
+
+    def _checked_tile(self, bias: Array) -> Array:
+        p, (sequences, heads, *tokens) = self._problem, self._share.shape
+        dtypes = tuple(dict.fromkeys((np.dtype(p.partial_dtype), np.dtype(p.dtype))))
+        wanted = Required(((1, sequences), (1, heads), *tokens), dtypes, TILE)
+        return self._own(checked_array(self._backend, "bias", bias, wanted))
+
+    def _checked_keys(self, key_bias: Array) -> Array:
+        """As (batch or 1, heads or 1, tokens_k)."""
+        p, tokens = self._problem, self._share.own_keys
+        axes = getattr(key_bias, "ndim", 3)
+        shape = (p.batch, p.heads, tokens) if axes == 3 else (p.heads, tokens) if axes == 2 else (tokens,)
+        names = KEYS.names[-len(shape) :]
+        wanted = Required(shape, np.dtype(p.partial_dtype), Axes(names, KEYS.tokens))
+        array = self._own(checked_array(self._backend, "key_bias", key_bias, wanted))
+        return array.reshape(*(1,) * (3 - len(shape)), *array.shape)
+
+    def _own(self, array: Array) -> Array:
+        return self._backend.contiguous(array, array.itemsize)
+
+    def expect_gradients(
+        self,
+        wanted: bool | Sequence[str],
+        dbias: Array | None,
+        shared: Sequence[str] | None,
+        inputs: dict[str, Array | None],
+        like: Array,
+    ) -> tuple[Array, ...]:
+        """Make memory for the gradients of a backward pass; returns what the pass takes beside dq, dk and dv.
+
+        wanted: names of the arguments whose gradients are returned, True for all.  dbias: the caller's memory or None.
+        shared: bias_shared of `MeshAttention.backward`.
+        inputs: {name: array that the call reads}.  like: an argument of the call, of whose library results are.
+        Raises ArgumentError.
+        """
+        self._wanted = _names(wanted, self.given.given)
+        if dbias is not None and "bias" not in self._wanted:
+            raise ArgumentError(
+                "dbias is given, but not bias, or bias_gradients leaves it out: there is no such result"
+            )
+        if "bias" in self._wanted:
+            self._shared = self._shared_axes(shared)
+        elif shared is not None:
+            raise ArgumentError("bias_shared is given, but there is no gradient of bias, which alone depends on it")
+        of_rows, asked = np.dtype(self._problem.partial_dtype), {}
+        if "bias" in self._wanted:
+            asked["dbias"] = dbias, Required(self._tile.shape, of_rows, TILE)
+        if "key_bias" in self._wanted:
+            asked["dkey_bias"] = None, Required(self._keys.shape, of_rows)
+        self._results = Results(self._backend, asked, inputs | {"bias": self._tile, "key_bias": self._keys})
+        arrays = dict(zip(asked, self._results.arrays(like)))
+        self._dtile, self._dkeys = arrays.get("dbias"), arrays.get("dkey_bias")
+        if not self._problem.key_bias:
+            return ()
+        self._key_sums = self._backend.empty(self._all_keys, of_rows)
+        return (self._key_sums,)
+
+    def _shared_axes(self, shared: Sequence[str] | None) -> tuple[int, ...]:
+        """Which of the batch and the heads, as axes, have one bias for all of the problem.  Raises ArgumentError."""
+        if shared is not None and (isinstance(shared, str) or not set(shared) <= set(SHARED)):
+            raise ArgumentError(f"bias_shared is {shared!r}; it must be names of {' and '.join(SHARED)}, or None")
+        axes = []
+        for axis, (name, of_problem) in enumerate(zip(SHARED, (self._problem.batch, self._problem.heads))):
+            length, of_plane = self._tile.shape[axis], self._share.shape[axis]
+            if shared is not None and name in shared and length > 1:
+                raise ArgumentError(f"bias_shared has {name!r}, but bias has {length} along that axis")
+            if length == of_plane == 1 < of_problem and shared is None:
+                raise ArgumentError(
+                    f"bias_shared is None, and the rank's plane has 1 of {of_problem} along {name}; it must say whether "
+                    f"all of them have this bias: names of {' and '.join(SHARED)}, or ()"
+                )
+            if length == 1 and (of_plane > 1 or name in (shared or ())):
+                axes.append(axis)
+        return tuple(axes)
+
+    @property
+    def _all_keys(self) -> tuple[int, int, int]:
+        p = self._problem
+        return p.batch, p.heads, self._share.own_keys
+
+    def compared(self) -> dict[str, Any]:
+        """What must be the same on every rank."""
+        return self.given.compared() | {"bias_gradients": self._wanted, "bias_shared": self._shared}
+
+    def arrays(self) -> dict[str, Array]:
+        """The arrays that the pass takes beside q, k and v."""
+        if self._keys is None:
+            return {}
+        self._backend.begin()
+        array = self._backend.empty(self._all_keys, self._problem.partial_dtype)
+        self._backend.zero([array])
+        self._backend.accumulate(array[None], self._keys[None])
+        self._backend.drain()  # it is an argument of the pass, and these are ready
+        return {"key_bias": array}
+
+    def of_pass(self) -> Biases:
+        """The biases of a pass.  The gradients that it adds to are zeroed."""
+        backend, share, dtype = self._backend, self._share, self._problem.partial_dtype
+        sequences, heads, *_ = share.shape
+        backend.zero([array for array in (self._dtile, self._dkeys) if array is not None])
+        parts: list[Part] = []
+        if self._tile is not None:
+            parts.append(TileBias(backend, "bias", self._tile, self._dtile, share.layouts, share.chunks))
+        if self._keys is not None:
+            parts.append(KeyBias(backend, "key_bias", sequences, heads, dtype, "key_bias" in self._wanted))
+        parts += [DistanceBias(backend, each, dtype, each.name in self._wanted) for each in self._functions]
+        dropout = None
+        if self._threshold:
+            numbers = np.arange(self._problem.batch)[share.sequences, None] * self._problem.heads
+            of_heads = (numbers + np.arange(self._problem.heads)[share.heads]).ravel()
+            dropout = self._threshold, self.given.seed, of_heads
+        return Biases(backend, parts, dropout, share.layouts, sequences, heads, dtype)
+
+    def collect(self, sum_over_planes: Callable[[Array, tuple[int, ...]], None]) -> None:
+        """Make the results of what a pass has added up; collective.
+
+        sum_over_planes: replaces the gradient of a tile by its sum over the planes that share it along some axes.
+        """
+        if self._dtile is not None:
+            sum_over_planes(self._dtile, self._shared)
+        if self._dkeys is not None:
+            self._backend.accumulate(self._dkeys[None], self._key_sums[None])
+
+    def gradients(self, peers: Peers, like: Array) -> list[Array]:
+        """The gradients that the call returns, after the pass; collective."""
+        if not self._wanted:
+            return []
+        made = dict(zip(self._results.names, self._results.returned(like)))
+        functions = [each for each in self._functions if each.name in self._wanted]
+        if functions:
+            sums = np.concatenate([each.gradient.ravel() for each in functions])
+            peers.reduce(sums, MPI.SUM)
+            for each in functions:
+                own, sums = sums[: each.gradient.size], sums[each.gradient.size :]
+                gradient = own.reshape(each.gradient.shape).astype(self._problem.partial_dtype)
+                (made[f"d{each.name}"],) = as_given(like, self._backend.give(gradient, like))
+        if "dkey_bias" in made:
+            made["dkey_bias"] = made["dkey_bias"].reshape(self.given.key_bias.shape)
+        return [made[f"d{name}"] for name in self._wanted]
+
+
+def _check_diagonals(documents: tuple[Group, ...], problem: Problem, name: str) -> None:
+    """Raise ArgumentError unless distances in every document are those in the whole sequence."""
+    for group in documents:
+        cuts = zip(group.q_cuts.tolist(), group.q_cuts[1:].tolist(), group.k_cuts[1:].tolist())
+        if any(start < stop and stop_k - stop != problem.seqlen_k - problem.seqlen for start, stop, stop_k in cuts):
+            raise ArgumentError(
+                f"{name} is given with documents whose queries and keys end at different positions; distances are "
+                "known only where each document's queries end with its keys"
+            )
+
+
+def _names(wanted: bool | Sequence[str], given: list[str]) -> list[str]:
+    """Those of some arguments that are wanted.  Raises ArgumentError."""
+    if isinstance(wanted, bool):
+        return given if wanted else []
+    if isinstance(wanted, str) or not all(name in WITH_GRADIENTS for name in wanted):
+        raise ArgumentError(
+            f"bias_gradients is {wanted!r}; it must be True, False or names of {', '.join(WITH_GRADIENTS)}"
+        )
+    return [name for name in given if name in wanted]
