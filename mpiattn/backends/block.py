@@ -59,8 +59,9 @@ class BlockInputs(NamedTuple):
     bias: (sequences, heads of a sequence, tokens, keys), of q's dtype or that of partials, or None.  Every axis but
         the last may have the length 1 instead, and is the same for all then.  The bias is added to the scores after
         scale and softcap; -inf gives a pair the weight 0.  The numbers of a row lie one after another; all other
-        strides are any multiples of the itemsize, negative ones too.  In pages: contiguous (tokens, heads, most), of the dtype of partials;
-        column j is key j of the row's sequence, of which no sequence has more than `most`.
+        strides are any multiples of the itemsize, negative ones too.
+        In pages: contiguous (tokens, heads, most), of the dtype of partials; column j is key j of the row's sequence,
+        of which no sequence has more than `most`.
     dropout: a `Dropout` or None; None in pages.
     """
 
@@ -102,8 +103,9 @@ class Gradients(NamedTuple):
     """The sums to which a backward pass adds, of the dtype of partials and the shapes of q, k and v.
 
     dv: None where v is; dk takes both gradients then.
-    dbias: as the block's bias, but of the dtype of partials, with any strides too; None where it is not asked for.  An
-        axis of length 1 gets the sum along it, added up in the same order in every run.
+    dbias: (sequences, heads of a sequence, tokens, keys), of the dtype of partials, with any strides as of a bias, or
+        None.  An axis of length 1 gets the sum along it, added up in the same order in every run; the bias need not
+        have the length 1 there.
     """
 
     dq: Array

@@ -124,21 +124,26 @@ class TileBias(Part):
         return [((..., r, c), (..., tile_r, tile_c)) for r, tile_r in rows for c, tile_c in columns]
 
     def is_view(self, block):
+        """As of `Part`."""
         return len(self._pieces(block)) == 1
 
     def view(self, block, arrays):
+        """As of `Part`."""
         ((_, tile),) = self._pieces(block)
         return self.array[tile]
 
     def add_to(self, values, block, arrays):
+        """As of `Part`."""
         for inside, tile in self._pieces(block):
             self.backend.accumulate(values[inside], self.array[tile])
 
     def gradient_view(self, block, arrays):
+        """As of `Part`."""
         ((_, tile),) = self._pieces(block)
         return self.gradient[tile]
 
     def collect(self, dscores, block, arrays):
+        """As of `Part`."""
         for inside, tile in self._pieces(block):
             self.backend.accumulate(self.gradient[tile], dscores[inside])
 
@@ -159,17 +164,21 @@ class KeyBias(Part):
         return values
 
     def view(self, block, arrays):
+        """As of `Part`."""
         of_keys, _, ready = arrays
         return self._by_head(of_keys, ready)
 
     def gradient_view(self, block, arrays):
+        """As of `Part`."""
         _, gradient, ready = arrays
         return self._by_head(gradient, ready)
 
     def collect_view(self, view, arrays):
+        """As of `Part`."""
         return self.backend.copy(arrays[1], view.reshape(-1, len(arrays[1])).transpose(1, 0))
 
     def collect(self, dscores, block, arrays):
+        """As of `Part`."""
         view = self.gradient_view(block, arrays)
         self.backend.accumulate(view, dscores)
         return self.collect_view(view, arrays)
@@ -200,18 +209,22 @@ class DistanceBias(Part):
         return self.function.distance(first_q, first_k) + step * np.arange(1 - len(queries), len(keys))
 
     def is_view(self, block):
+        """As of `Part`."""
         return self.distances(block) is not None
 
     def view(self, block, arrays):
+        """As of `Part`."""
         values = self.function.of_distances(self.distances(block)).astype(self._dtype)[None, :, None]
         return self.backend.sheared(self.backend.contiguous(values), len(block[0]))
 
     def add_to(self, values, block, arrays):
+        """As of `Part`."""
         queries, keys = (side.positions for side in block)
         own = self.function.of_pairs(queries, keys).astype(self._dtype)[None]
         self.backend.accumulate(values, self.backend.contiguous(own))
 
     def collect(self, dscores, block, arrays):
+        """As of `Part`."""
         queries, keys = (side.positions for side in block)
         self.backend.drain()
         self.function.add_gradient(queries, keys, on_host(dscores).sum(axis=0))

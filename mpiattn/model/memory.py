@@ -24,6 +24,8 @@ from ..schedule.route import leg_of, passed_on
 from ..schedule.sharing import below, stack
 from ..schedule.travels import held_bytes, size_of
 
+OF_KEYS = K, V, KEY_BIAS
+
 
 def buffer_bytes(schedule, problem, load):
     """Bytes of a plan's buffers for a pass, of every rank: int64 (ranks,).
@@ -99,7 +101,7 @@ def chunk_bytes(problem, q_tokens, k_tokens, staying=()):
     staying: kinds of which a batch is read where it lies.
     """
     queries, keys = (1 if problem.batch == 1 or kind in staying else 2 for kind in GATHERED)
-    inputs = q_tokens * held_bytes(problem, Q) * queries + k_tokens * held_bytes(problem, K, V, KEY_BIAS) * keys
+    inputs = q_tokens * held_bytes(problem, Q) * queries + k_tokens * held_bytes(problem, *OF_KEYS) * keys
     return inputs + q_tokens * held_bytes(problem, OUT, LSE)
 
 
@@ -110,13 +112,13 @@ def outer_bytes(problem, tokens, backward=False, strided=False):
     the folded copies of dout and out.  strided: whether these are read where they lie.
     """
     q_tokens, k_tokens = tokens
-    nbytes = q_tokens * held_bytes(problem, Q, OUT, LSE) + k_tokens * held_bytes(problem, K, V, KEY_BIAS)
+    nbytes = q_tokens * held_bytes(problem, Q, OUT, LSE) + k_tokens * held_bytes(problem, *OF_KEYS)
     if backward:
         folded = held_bytes(problem, OUT, DOUT) if problem.batch > 1 and not strided else 0
         nbytes = (
             nbytes
             + q_tokens * (held_bytes(problem, DOUT, Q, DELTA) + folded)
-            + k_tokens * held_bytes(problem, K, V, KEY_BIAS)
+            + k_tokens * held_bytes(problem, *OF_KEYS)
         )
     return nbytes
 

@@ -92,11 +92,11 @@ class CallBiases:
         self._threshold, self._functions = given.threshold(), given.functions(problem, share.heads)
         if self._functions and activity.documents:
             _check_diagonals(activity.documents, problem, self._functions[0].name)
-        self._tile = None if given.bias is None else self._checked_tile(given.bias)
-        self._keys = None if given.key_bias is None else self._checked_keys(given.key_bias)
+        self._tile: Array = None if given.bias is None else self._checked_tile(given.bias)
+        self._keys: Array = None if given.key_bias is None else self._checked_keys(given.key_bias)
         self._wanted: list[str] = []
         self._shared: tuple[int, ...] = ()
-        self._results: Results | None = None
+        self._results: Any = None  # those that have memory here
         self._dtile = self._dkeys = None  # the caller's results
         self._key_sums: Array | None = None  # dkey_bias of every sequence and head
 
@@ -114,7 +114,8 @@ class CallBiases:
         names = KEYS.names[-len(shape) :]
         wanted = Required(shape, np.dtype(p.partial_dtype), Axes(names, KEYS.tokens))
         array = self._own(checked_array(self._backend, "key_bias", key_bias, wanted))
-        return array.reshape(*(1,) * (3 - len(shape)), *array.shape)
+        self._key_axes = 3 - len(shape)  # that the argument lacks
+        return array.reshape(*(1,) * self._key_axes, *array.shape)
 
     def _own(self, array: Array) -> Array:
         return self._backend.contiguous(array, array.itemsize)
@@ -167,8 +168,8 @@ class CallBiases:
                 raise ArgumentError(f"bias_shared has {name!r}, but bias has {length} along that axis")
             if length == of_plane == 1 < of_problem and shared is None:
                 raise ArgumentError(
-                    f"bias_shared is None, and the rank's plane has 1 of {of_problem} along {name}; it must say whether "
-                    f"all of them have this bias: names of {' and '.join(SHARED)}, or ()"
+                    f"bias_shared is None, and a plane has 1 of {of_problem} along {name}; it must say whether all of "
+                    f"them have this bias: names of {' and '.join(SHARED)}, or ()"
                 )
             if length == 1 and (of_plane > 1 or name in (shared or ())):
                 axes.append(axis)
@@ -236,7 +237,8 @@ class CallBiases:
                 gradient = own.reshape(each.gradient.shape).astype(self._problem.partial_dtype)
                 (made[f"d{each.name}"],) = as_given(like, self._backend.give(gradient, like))
         if "dkey_bias" in made:
-            made["dkey_bias"] = made["dkey_bias"].reshape(self.given.key_bias.shape)
+            shape = made["dkey_bias"].shape
+            made["dkey_bias"] = made["dkey_bias"].reshape(*shape[self._key_axes :])
         return [made[f"d{name}"] for name in self._wanted]
 
 

@@ -34,7 +34,7 @@ class Prepared(NamedTuple):
 
     arrays: what `take` of the way to the mesh needs.
     accumulators: {reduced kind: results that are accumulated in place, or None}.
-    results: (out, lse) or (dq, dk, dv), the latter without dv if dk takes it too, and with dkey_bias where there is one.
+    results: (out, lse) or (dq, dk, dv), the latter without dv if dk takes it too, and with dkey_bias if there is one.
     biases: of the call, or None.
     """
 

@@ -99,6 +99,7 @@ DOUT = OUT._replace(name="dO")
 LSE = Array("lse", "heads", None, "partial_dtype", "partial_dtype")  # never rounded to wire_dtype
 DELTA = LSE._replace(name="delta")
 KEY_BIAS = LSE._replace(name="key_bias", keys=True, given="key_bias")
+DKEY_BIAS = KEY_BIAS._replace(name="dkey_bias")
 
 # By direction and name.  Costs and bytes are given in this order.
 KINDS = {
@@ -111,9 +112,7 @@ KINDS = {
         "Q": Kind(column=False, reduced=False, arrays=(Q, DOUT, LSE, DELTA)),
         "KV": Kind(column=True, reduced=False, arrays=(K, V, KEY_BIAS)),
         "dQ": Kind(column=False, reduced=True, arrays=(Q.partial("dQ"),)),
-        "dKV": Kind(
-            column=True, reduced=True, arrays=(K.partial("dK"), V.partial("dV"), KEY_BIAS._replace(name="dkey_bias"))
-        ),
+        "dKV": Kind(column=True, reduced=True, arrays=(K.partial("dK"), V.partial("dV"), DKEY_BIAS)),
     },
 }
 

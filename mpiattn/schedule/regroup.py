@@ -18,7 +18,7 @@ import numpy as np
 
 from ..problem.layout import Layout
 from . import travels
-from .kinds import GATHERED, KEY_BIAS, KINDS, LSE, OUT, Array, K, Q, V, present
+from .kinds import GATHERED, KINDS, LSE, OUT, Array, K, Q, V, present
 from .tile import Tile, tiles
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def _gathered(direction: str) -> list[Array]:
 TAKEN = {direction: tuple(dict.fromkeys(_gathered("forward") + _gathered(direction))) for direction in KINDS}
 GIVEN = {
     "forward": (OUT, LSE),
-    "backward": tuple(array._replace(name=f"d{array.name}") for array in (Q, K, V, KEY_BIAS)),
+    "backward": (*(array._replace(name=f"d{array.name}") for array in (Q, K, V)), DKEY_BIAS),
 }
 
 

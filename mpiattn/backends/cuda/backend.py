@@ -70,6 +70,13 @@ class _CupyLaunches(KernelLaunches):
     def copy(self, dst, src):
         super().copy(dst, self.contiguous(src) if isinstance(src, np.ndarray) else src)
 
+    def accumulate(self, dst, src):
+        if src.dtype != dst.dtype:  # CuPy does not add all of them
+            src, narrow = self.cupy.empty(src.shape, dst.dtype), src
+            _CupyLaunches.copy(self, src, narrow)
+        shared = tuple(axis for axis in range(4) if dst.shape[axis] == 1 < src.shape[axis])
+        dst += src.sum(axis=shared, keepdims=True) if shared else src
+
     def scatter(self, pool, slots, src, entries, tokens):
         for slot, entry, token in zip(slots.tolist(), entries.tolist(), np.broadcast_to(tokens, slots.shape).tolist()):
             _CupyLaunches.copy(self, pool[:, slot : slot + 1], src[entry, token : token + 1].swapaxes(0, 1))
@@ -227,6 +234,14 @@ class CudaBackend(_CupyLaunches):
         self.copy(copy, array)
         return copy
 
+    def sheared(self, array, tokens):
+        *_, rows, width = array.shape
+        of_row = (array.strides[2] if rows > 1 else 0) - array.itemsize
+        shape = *array.shape[:2], tokens, width - tokens + 1
+        strides = *array.strides[:2], of_row, array.itemsize
+        with self.cupy.cuda.Device(self.device):
+            return self.cupy.lib.stride_tricks.as_strided(array[..., tokens - 1 :], shape, strides)
+
     def _upload(self, array):
         memory = self._uploads(array)
         return super()._upload(array) if memory is None else memory
@@ -271,6 +286,7 @@ class CudaBackend(_CupyLaunches):
     zero = _launched(_CupyLaunches.zero)
     take = _launched(_CupyLaunches.take)
     copy = _launched(_CupyLaunches.copy)
+    accumulate = _launched(_CupyLaunches.accumulate)
     scatter = _launched(_CupyLaunches.scatter)
     attend = _launched(_CupyLaunches.attend)
     attend_pages = _launched(_CupyLaunches.attend_pages)

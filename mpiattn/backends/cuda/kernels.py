@@ -302,7 +302,7 @@ class KernelLaunches:
             np.int32(len(gradient)),
         )
 
-    def copy(self, dst, src):
+    def copy(self, dst, src, after=()):
         axes = _collapsed(dst.shape, *([stride // array.itemsize for stride in array.strides] for array in (dst, src)))
         count, *innermost = axes[-1]
         steps = [count, *(stride for axis in axes[:-1] for stride in axis[1:])]
