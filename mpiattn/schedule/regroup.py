@@ -18,7 +18,7 @@ import numpy as np
 
 from ..problem.layout import Layout
 from . import travels
-from .kinds import GATHERED, KINDS, LSE, OUT, Array, K, Q, V, present
+from .kinds import DKEY_BIAS, GATHERED, KINDS, LSE, OUT, Array, K, Q, V, present
 from .tile import Tile, tiles
 
 if TYPE_CHECKING:
