@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
@@ -23,63 +23,27 @@ if TYPE_CHECKING:
     from ..comm.peers import Peers
     from ..engine.bias_parts import Part
     from ..problem.group import Group
-    from ..problem.layout import Layout
     from ..problem.problem import Problem
     from ..schedule.needed import Activity
+    from .share import Share
 
 TILE = Axes(("batch", "heads", "rows", "columns"), "bias_positions")
 KEYS = Axes(("batch", "heads", "tokens_k"), "positions_k")
-SHARED = ("batch", "heads")  # the axes of a tile along which planes may share it
-
-
-class Share(NamedTuple):
-    """What this rank computes of all scores: its tile.
-
-    layouts: of the queries and of the keys on the mesh.  chunks: the numbers of the chunks of its row, and of those of
-    its column.  sequences, heads: of all, as slices.  own_keys: number of the caller's keys on this rank.
-    """
-
-    layouts: tuple[Layout, Layout]
-    chunks: tuple[list[int], list[int]]
-    sequences: slice
-    heads: slice
-    own_keys: int
-
-    @property
-    def tokens(self) -> tuple[int, int]:
-        """Number of queries and of keys."""
-        q_tokens, k_tokens = (sum(map(of.length, numbers)) for of, numbers in zip(self.layouts, self.chunks))
-        return q_tokens, k_tokens
-
-    def positions(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Positions in the sequence of the queries and of the keys, chunk after chunk: int64."""
-        rows, columns = (
-            np.concatenate([np.zeros(0, np.int64), *map(layout.positions, numbers)])
-            for layout, numbers in zip(self.layouts, self.chunks)
-        )
-        return rows, columns
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """The shape of a tile of all of its sequences and heads."""
-        return (_length(self.sequences), _length(self.heads), *self.tokens)
-
-
-def _length(of: slice) -> int:
-    return of.stop - of.start
 
 
 class CallBiases:
     """The biases and the dropout of a call.
 
-    given: the caller's arguments.  share: of this rank.
+    given: the caller's arguments.  share: of this rank.  own_keys: number of the caller's keys on this rank.
+    activity: of the call.
     Raises ArgumentError on this rank.
     """
 
     def __init__(
-        self, given: BiasArguments, problem: Problem, backend: Backend, share: Share, activity: Activity
+        self, given: BiasArguments, problem: Problem, backend: Backend, share: Share, own_keys: int, activity: Activity
     ) -> None:
         self.given, self._problem, self._backend, self._share = given, problem, backend, share
+        self._own_keys = own_keys
         if problem.key_bias != (given.key_bias is not None):
             raise ArgumentError(
                 "key_bias is None; this plan was made with key_bias=True, so every call must have it"
@@ -108,7 +72,7 @@ class CallBiases:
 
     def _checked_keys(self, key_bias: Array) -> Array:
         """As (batch or 1, heads or 1, tokens_k)."""
-        p, tokens = self._problem, self._share.own_keys
+        p, tokens = self._problem, self._own_keys
         axes = getattr(key_bias, "ndim", 3)
         shape = (p.batch, p.heads, tokens) if axes == 3 else (p.heads, tokens) if axes == 2 else (tokens,)
         names = KEYS.names[-len(shape) :]
@@ -141,7 +105,7 @@ class CallBiases:
                 "dbias is given, but not bias, or bias_gradients leaves it out: there is no such result"
             )
         if "bias" in self._wanted:
-            self._shared = self._shared_axes(shared)
+            self._shared = self._share.shared_axes(self._tile.shape, shared)
         elif shared is not None:
             raise ArgumentError("bias_shared is given, but there is no gradient of bias, which alone depends on it")
         of_rows, asked = np.dtype(self._problem.partial_dtype), {}
@@ -157,28 +121,10 @@ class CallBiases:
         self._key_sums = self._backend.empty(self._all_keys, of_rows)
         return (self._key_sums,)
 
-    def _shared_axes(self, shared: Sequence[str] | None) -> tuple[int, ...]:
-        """Which of the batch and the heads, as axes, have one bias for all of the problem.  Raises ArgumentError."""
-        if shared is not None and (isinstance(shared, str) or not set(shared) <= set(SHARED)):
-            raise ArgumentError(f"bias_shared is {shared!r}; it must be names of {' and '.join(SHARED)}, or None")
-        axes = []
-        for axis, (name, of_problem) in enumerate(zip(SHARED, (self._problem.batch, self._problem.heads))):
-            length, of_plane = self._tile.shape[axis], self._share.shape[axis]
-            if shared is not None and name in shared and length > 1:
-                raise ArgumentError(f"bias_shared has {name!r}, but bias has {length} along that axis")
-            if length == of_plane == 1 < of_problem and shared is None:
-                raise ArgumentError(
-                    f"bias_shared is None, and a plane has 1 of {of_problem} along {name}; it must say whether all of "
-                    f"them have this bias: names of {' and '.join(SHARED)}, or ()"
-                )
-            if length == 1 and (of_plane > 1 or name in (shared or ())):
-                axes.append(axis)
-        return tuple(axes)
-
     @property
     def _all_keys(self) -> tuple[int, int, int]:
         p = self._problem
-        return p.batch, p.heads, self._share.own_keys
+        return p.batch, p.heads, self._own_keys
 
     def compared(self) -> dict[str, Any]:
         """What must be the same on every rank."""

@@ -16,10 +16,12 @@ from ..model.workload import Load, Work
 from ..problem.mask import Mask
 from ..problem.problem import Problem
 from ..schedule import travels
+from ..schedule.kinds import Q
 from ..schedule.needed import Activity
 from ..schedule.rank_steps import RankSteps
 from ..schedule.regroup import Regrouping, plane_problem
 from ..schedule.remembered import Remembered
+from .share import Share
 
 if TYPE_CHECKING:
     from ..problem.layout import Layout
@@ -99,6 +101,18 @@ class Decision:
     def sequences(self, rank: int) -> slice:
         """The sequences of the batch that the plane of a rank computes."""
         return self.regrouping.sequences(rank) if self.regrouping else slice(0, self.problem.batch)
+
+    def share(self, rank: int) -> Share:
+        """What a rank of the mesh computes of all scores."""
+        c, p, plane = self.choice, self.problem, self.choice.tile.plane
+        chunk = rank % c.tile.chunks
+        heads = self.regrouping.heads(Q, rank) if self.regrouping else slice(0, p.heads)
+        chunks = sorted(plane.row(chunk)), sorted(plane.column(chunk))
+        return Share(c.mesh_layouts, chunks, self.sequences(rank), heads, (p.batch, p.heads))
+
+    def rank_in_mesh(self, rank: int) -> int:
+        """The rank in the mesh of a rank of the caller's communicator."""
+        return rank if self.mesh_order is None else self.mesh_order.index(rank)
 
     def schedule(self, direction: str = "forward") -> Schedule:
         """The schedule of a pass on a plane, made once."""

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ..comm.mesh import Mesh
     from ..problem.layout import Layout
     from .decision import Decision
-    from .rank_passes import RankPasses
 
 
 class Distributed(Collective):
@@ -28,7 +27,6 @@ class Distributed(Collective):
     q_layout: Layout
     k_layout: Layout
     _decision: Decision
-    _passes: RankPasses
     _mesh: Mesh
     _backend: Backend
     _exchange: Exchange
@@ -50,25 +48,6 @@ class Distributed(Collective):
     def positions_k(self) -> NDArray[np.int64]:
         """Positions in the sequence of this rank's key and value tokens: int64, increasing."""
         return self._decision.layouts[1].positions(self.chunk)
-
-    @property
-    def bias_positions(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Positions in the sequence of the rows and of the columns of this rank's tile of a bias: int64.
-
-        Chunk after chunk: the rows are the tokens of the query chunks that this rank computes with, the columns those
-        of its KV chunks.
-        """
-        return self._passes.share.positions()
-
-    @property
-    def bias_sequences(self) -> slice:
-        """The batch entries of this rank's tile of a bias: all of them but in a mesh of several planes."""
-        return self._passes.share.sequences
-
-    @property
-    def bias_heads(self) -> slice:
-        """The heads of this rank's tile of a bias: all of them but in a mesh of several planes."""
-        return self._passes.share.heads
 
     def owner(self, positions: ArrayLike, *, keys: bool = False) -> Any:
         """The rank that holds each of the given positions in the sequence; not collective.

@@ -191,6 +191,7 @@ class MeshAttention(Verified):
         peers.idle = self._backend.idle
         self._exchange = Exchange(peers, options.max_message)
         self._passes = RankPasses(self._decision, self._mesh, self._backend, self._exchange)
+        self._share = self._decision.share(self._mesh.rank)
         self._arguments = arguments_of(self.problem, self._passes.tokens, self._backend)
 
     @refusing("like", of_call("like"))
@@ -418,7 +419,7 @@ class MeshAttention(Verified):
         """Those of a call, checked; None if it has none.  Raises ArgumentError."""
         if given.none and not self.problem.key_bias:
             return None
-        return CallBiases(given, self.problem, self._backend, self._passes.share, activity)
+        return CallBiases(given, self.problem, self._backend, self._share, self._passes.tokens[1], activity)
 
     def close(self) -> None:
         """Free the buffers and, with the communicator's last plan, mpiattn's state for it; collective.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,6 @@ from ..engine.passes import PASSES
 from ..engine.plane_sums import sum_over
 from ..engine.pool import Pool
 from ..engine.regroup import Regroup
-from .call_biases import Share
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,15 +91,6 @@ class RankPasses:
             return self._released_bytes
         rows = max(executor.calls.rows_bytes for executor in self.executors.values())
         return self._way.nbytes("backward" in self.executors) + self._scratch_bytes + self.pool.nbytes + rows
-
-    @cached_property
-    def share(self) -> Share:
-        """What this rank computes of all scores."""
-        tile, rank = self._decision.choice.tile.plane, self.mesh.rank
-        chunks = sorted(tile.row(self.mesh.chunk)), sorted(tile.column(self.mesh.chunk))
-        return Share(
-            self._decision.choice.mesh_layouts, chunks, self._decision.sequences(rank), self._way.heads, self.tokens[1]
-        )
 
     def prepare(
         self,

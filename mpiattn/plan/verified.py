@@ -14,7 +14,7 @@ from ..system.values import whole_number
 from ..verify.spread import SAMPLES, verify
 from .arguments import compared
 from .description import Described
-from .distribution import Distributed
+from .tiles import Tiled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 GRADIENTS = ("dq", "dk", "dv", "dsinks")
 
 
-class Verified(Described, Distributed):
+class Verified(Described, Tiled):
     """A plan whose results can be verified."""
 
     _arguments: Arguments

@@ -58,6 +58,13 @@ def complaint(comm, case, drawn, backend):
             gradients_of = {"dlse": chunks.dlse, "bias_shared": None if drawn.bias is None else shared}
             results = plan.backward(chunks.dout, *chunks[:3], got["out"], got["lse"], **gradients_of, **options)
             got |= dict(zip(names, results, strict=True))
+            if drawn.bias is not None:
+                tile = plan.scatter_bias(drawn.bias if comm.rank == 0 else None)
+                if not np.array_equal(tile, own["bias"]) or tile.dtype != drawn.bias.dtype:
+                    return "scatter_bias gives another tile"
+                whole = plan.gather_bias(tile, bias_shared=shared)
+                if comm.rank == 0 and not np.array_equal(whole, drawn.bias):
+                    return "gather_bias gives another bias"
         for name, ref in gradients.items():
             if name == "bias":
                 rows, columns = plan.bias_positions
