@@ -9,19 +9,17 @@ import numpy as np
 from ..arguments.biases import BiasArguments
 from ..arguments.documents import DocumentArguments
 from ..comm.agreement import agreement
-from ..comm.exchange import MAX_MESSAGE, Exchange
+from ..comm.exchange import MAX_MESSAGE
 from ..comm.mesh import Home
 from ..comm.peers import time_limit
 from ..comm.refusal import of_call, of_making, refusing
-from ..comm.transport import another
 from ..errors import ArgumentError
 from ..problem.tensors import as_given
-from .arguments import arguments_of, compared
+from .arguments import compared
 from .call_biases import CallBiases
+from .lifetime import Lifetime
 from .options import Asked
-from .rank_passes import RankPasses
-from .settle import resized, settle
-from .verified import Verified
+from .settle import settle
 
 if TYPE_CHECKING:
     import os
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
     from ..schedule.tile import Tile
 
 
-class MeshAttention(Verified):
+class MeshAttention(Lifetime):
     """Exact attention of a sequence that is spread over the ranks of a communicator (arXiv 2512.20968).
 
     Every rank holds a chunk of the tokens (`positions`) of q, k and v, and gets the same chunk of the result.  Making a
@@ -73,6 +71,8 @@ class MeshAttention(Verified):
         Several intervals of keys a query: neighbourhoods on a grid, global tokens, lists of ranges and others.  Its
         positions are those of the whole sequence, also with documents.  A query sees the keys that this and all other
         masks show.
+    key_bias : bool, default False
+        Whether calls have a key_bias.  It travels with the keys: 4 bytes a key and head, 8 with float64.
     tile : str, tuple of int or Tile, default "auto"
         "AxB" (A query chunks x B KV chunks, A * B = ranks); "HxAxB" (the same on each of H planes, which have 1/H of
         batch and heads, H * A * B = ranks); the numbers; "ring", "qring", "ulysses" (a rank a plane) or "auto".
@@ -181,55 +181,7 @@ class MeshAttention(Verified):
             self._mesh = home.mesh(peers, self._decision.choice.tile, self._decision.mesh_order)
             with agreement(peers):  # out of memory on one rank must not hang the others
                 self._prepare(home)
-            self._join(home, self._exchange.peers)
-
-    def _prepare(self, home: Home) -> None:
-        options = self._asked.options
-        self.problem, self.schedule = self._decision.problem, self._decision.schedule()
-        self.q_layout, self.k_layout = self._decision.layouts_by_rank()
-        peers = home.peers(time_limit(options.timeout, self._decision.longest_seconds))
-        peers.idle = self._backend.idle
-        self._exchange = Exchange(peers, options.max_message)
-        self._passes = RankPasses(self._decision, self._mesh, self._backend, self._exchange)
-        self._share = self._decision.share(self._mesh.rank)
-        self._arguments = arguments_of(self.problem, self._passes.tokens, self._backend)
-
-    @refusing("like", of_call("like"))
-    def like(self, *, seqlen: int | None = None, seqlen_k: int | None = None) -> MeshAttention:
-        """A plan for other lengths with this plan's tile, schedule, route and kind of layout; collective.
-
-        All other options are this plan's, without `expected_cu_seqlens`; either may be closed first.  No search:
-        a few milliseconds and one small allreduce.  Where lengths differ much, another choice may be faster.
-
-        Parameters
-        ----------
-        seqlen, seqlen_k : int, default this plan's; seqlen_k follows seqlen if the two are equal in this plan
-            Tokens of the queries and of the keys.
-
-        Returns
-        -------
-        MeshAttention
-
-        Raises
-        ------
-        ArgumentError, CallError, PeerFailure, MpiattnError
-            As in `MeshAttention`.  Also where the sizes, grid or ranges of the layout are not of that length, or
-            it exceeds max_memory.
-        """
-        home, p, other = self._check_open(), self.problem, object.__new__(type(self))
-        seqlen = p.seqlen if seqlen is None else seqlen
-        if seqlen_k is None:
-            seqlen_k = seqlen if p.seqlen_k == p.seqlen else p.seqlen_k
-        with self.call("like") as call, call.agreement() as same:
-            same |= {"seqlen": seqlen, "seqlen_k": seqlen_k}
-            other._asked = self._asked.of_lengths(seqlen, seqlen_k)
-            other._decision, other._mesh = resized(self._decision, other._asked), self._mesh
-            other._backend = another(self._backend, self._peers.rank, home.nodes)
-            other._prepare(home)
-            same["schedule"] = other.schedule  # built separately on every rank
-        home.share(self._mesh)
-        other._join(home, other._exchange.peers)
-        return other
+            self._begin(home)
 
     @refusing("forward", of_call("forward"))
     def forward(
@@ -281,6 +233,27 @@ class MeshAttention(Verified):
             The prefix of each document, and whether it is causal, in place of the plan's.  Without cu_seqlens (batch,).
         sinks : array, (heads,), default None
             Attention sinks in lse's dtype, the same on every rank: one more score per query of a head, with value 0.
+        bias : array, (sequences or 1, heads or 1, rows, columns), default None
+            Added to the scores after scale and softcap: this rank's tile of a bias of all queries and keys, which
+            `scatter_bias` cuts out of a whole one.  `bias_positions` are the positions of its rows and columns.
+            Without planes, it has all sequences and heads of the problem; an axis of length 1 is the same for all.
+            In the plan's or in lse's dtype.  Copied if not contiguous.  -inf gives a pair no weight, NaN makes its
+            row NaN.
+        key_bias : array, (tokens_k,), (heads, tokens_k) or (batch, heads, tokens_k), default None
+            Added to the scores of each of this rank's keys (`positions_k`), in lse's dtype; in plans with key_bias.
+        alibi_slopes : array, (heads,), default None
+            -slope * |distance| is added to scores (ALiBi), in lse's dtype, the same on every rank.  A distance is that
+            of a key from the query's diagonal, which is the query itself where there are as many keys as queries.
+        relative_bias : array, (heads or 1, 2 R + 1) or (heads or 1, 2 R + 1 of each axis of a grid), default None
+            Number R + d is added to scores at distance d; R's beyond it.  In lse's dtype, the same on every rank.
+        relative_grid, relative_cyclic : sequence of int and of bool, default None
+            Points along the axes of a grid that the tokens are in C order; whether each axis has no ends.  Distances
+            are then offsets along the axes, on cyclic ones by the shorter way.
+        dropout : float, default 0.0
+            Probability that a weight is dropped; others are divided by 1 - dropout.  lse is that of all weights.
+        seed : int, default None
+            From 0 to 2^64 - 1, with dropout.  What is dropped depends on it, on the batch entry, the head and both
+            positions alone (Philox 4x32-10), on no mesh and no back end.
         out, lse : array, default None
             Memory for either result or both, of its shape and dtype, with any strides, on this rank's GPU with "cuda".
             It must be writable and shared with no other argument, and is undefined if the call raises.
@@ -370,8 +343,16 @@ class MeshAttention(Verified):
             Arguments and results of `forward`.
         cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents, padding, sinks, check, progress
             As in `forward`, with the same documents and sinks.
-        dq, dk, dv : array, default None
+        bias, key_bias, alibi_slopes, relative_bias, relative_grid, relative_cyclic, dropout, seed
+            As in `forward`, with the same values.
+        dq, dk, dv, dbias : array, default None
             Memory for any of the results, as `out` in `forward`.  It is overwritten, not added to.
+        bias_gradients : bool or sequence of str, default True
+            Names of the biases whose gradients are returned: of "bias", "key_bias", "alibi_slopes" and "relative_bias".
+            True for those of all that are given, False for none.
+        bias_shared : sequence of str, default None
+            Of "batch" and "heads", those along which all of the problem has one bias.  Needed only where a plane of
+            several has a single sequence or head, so that the shape of `bias` does not say it.
 
         Returns
         -------
@@ -379,6 +360,10 @@ class MeshAttention(Verified):
             In the plan's dtype and the shapes of q, k and v; tensors if q is one.  dv is None in a plan with shared_kv.
         dsinks : array, (heads,)
             With sinks only: the whole gradient on every rank, in lse's dtype, by an allgather not counted in `sent`.
+        dbias, dkey_bias, dalibi_slopes, drelative_bias : array
+            Of those that are given and wanted, in lse's dtype and the shape of the argument.  Where that has the length
+            1 or lacks an axis, sums.  dbias is that of this rank's tile: no byte is sent, but between planes that share
+            it.  The last two are whole on every rank, by one allreduce not counted in `sent`.
 
         Raises
         ------
@@ -420,21 +405,3 @@ class MeshAttention(Verified):
         if given.none and not self.problem.key_bias:
             return None
         return CallBiases(given, self.problem, self._backend, self._share, self._passes.tokens[1], activity)
-
-    def close(self) -> None:
-        """Free the buffers and, with the communicator's last plan, mpiattn's state for it; collective.
-
-        Closing again does nothing.  The end of a `with` block closes; after an exception, without comparing calls.
-        It raises CallError, PeerFailure and MpiattnError, but none because a call before this one failed.
-        """
-        if self._home is not None:
-            with self._leaving(self._home, self._mesh):
-                self._backend.close()
-                self._exchange.close()
-            self._passes = self._passes.released()
-
-    def drop(self) -> None:
-        """Free this rank's memory without the other ranks, unlike `close`; for mpiattn itself."""
-        self._backend.close()
-        self._exchange.close()
-        super().drop()
