@@ -56,6 +56,13 @@ def q():
                        backend="numpy") as plan:
         plan.forward(*np.ones((3, 1, len(plan.positions), 2, 8), np.float32))
 
+def bias():
+    from mpiattn import MeshAttention
+    with MeshAttention(MPI.COMM_WORLD, seqlen=40, heads=2, head_dim=8, tile="qring", backend="numpy") as plan:
+        arrays, bias = np.ones((3, 1, len(plan.positions), 2, 8), np.float32), np.ones((1, 2, 40, 20), np.float32)
+        out, lse = plan.forward(*arrays, bias=bias)
+        plan.backward(out, *arrays, out, lse, bias=bias)
+
 def cache():
     from mpiattn import KVCache, tree_decode
     with KVCache(MPI.COMM_WORLD, capacity=40, kv_heads=2, head_dim=8, backend="numpy") as held:
@@ -85,7 +92,7 @@ def test_walks_are_those_that_values_take(tmp_path):
     """Every step of a walk is code that runs where such a value is used, on two ranks."""
     text = (launch.DOCS / "contributing.md").read_text().split("## Where a value goes")[1]
     walks = {re.match(r"`(\w+)`", walk)[1]: NAME.findall(walk) for walk in text.split("\n### ")[1:]}
-    assert list(walks) == ["window", "q", "cache"] and min(map(len, walks.values())) > 10
+    assert list(walks) == ["window", "q", "bias", "cache"] and min(map(len, walks.values())) > 10
     code = f"WALKS, ELSEWHERE = {walks!r}, {ELSEWHERE!r}\n{WALKS}"
     printed = launch.mpirun(2, [sys.executable, "-m", "mpi4py", "-c", code, tmp_path], timeout=60).stdout
     assert not re.findall(".*does not come to.*", printed)
@@ -130,3 +137,13 @@ def test_first_program():
     code = re.search(r"<!-- test: first -->\n```python\n(.*?)```", text, re.DOTALL)[1]
     printed = launch.mpirun(3, [sys.executable, "-c", code], timeout=60).stdout
     assert printed.split("(1, 1000, 8, 64)")[1].split()[0] in ("1x3", "3x1")
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_the_program_with_a_bias_runs(ranks):
+    """On 4 ranks with planes, which hold the bias by heads."""
+    text = (launch.DOCS / "biases.md").read_text()
+    code = re.search(r"<!-- test: biases -->\n```python\n(.*?)```", text, re.DOTALL)[1]
+    code = code.replace("head_dim=16", f'head_dim=16, backend="numpy", tile="{"1x3" if ranks == 3 else "2x1x2"}"')
+    code += "\n    assert dbias.shape == bias.shape and (dbias != 0).any() and plan.sent[0] == sum(map(plan.formula, WAYS))\n"
+    launch.mpirun(ranks, [sys.executable, "-m", "mpi4py", "-c", 'WAYS = "forward", "backward"\n' + code], timeout=60)
