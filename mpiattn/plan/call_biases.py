@@ -101,9 +101,7 @@ class CallBiases:
         """
         self._wanted = _names(wanted, self.given.given)
         if dbias is not None and "bias" not in self._wanted:
-            raise ArgumentError(
-                "dbias is given, but not bias, or bias_gradients leaves it out: there is no such result"
-            )
+            raise ArgumentError("dbias is given, but there is no such result: bias is None, or not in bias_gradients")
         if "bias" in self._wanted:
             self._shared = self._share.shared_axes(self._tile.shape, shared)
         elif shared is not None:
