@@ -1,4 +1,6 @@
-"""Biases and dropout that a call cannot take: one message on every rank, and the plan goes on."""
+"""Biases and dropout: what a call cannot take, what its gradients are, and how much memory it needs."""
+
+import tracemalloc
 
 import biased
 import numpy as np
@@ -134,9 +136,42 @@ def test_dropout_keeps_the_expected_value(comm, plan):
     q, k, v = rng.standard_normal((3, 2, len(plan.positions), 4, 8)).astype(np.float32)
     out, lse = plan.forward(q, k, v)
     outs = []
-    for seed in range(200):
+    for seed in range(40):
         dropped, of_all = plan.forward(q, k, v, dropout=0.3, seed=seed)
         outs.append(dropped)
         assert error(of_all, lse) < 1e-6
     spread = np.std(outs, axis=0) / np.sqrt(len(outs))
     assert (np.abs(np.mean(outs, axis=0) - out) < 6 * spread + 1e-6 * largest(out)).all()
+
+
+def most_memory(call):
+    """Bytes that a call needs at most, of memory that it did not have before."""
+    call()  # what is kept for calls to come
+    tracemalloc.start()
+    call()
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return most
+
+
+@pytest.mark.many
+def test_memory_of_a_tile(comm):
+    """A pass with a bias needs no copy of the tile, forward, and its gradient alone, backward."""
+    with MeshAttention(comm, seqlen=600, heads=8, head_dim=8, backend="numpy", tile=(1, comm.size)) as plan:
+        rows, columns = map(len, plan.bias_positions)
+        bias, chunks = (
+            np.zeros((1, 8, rows, columns), np.float32),
+            np.ones((3, 1, len(plan.positions), 8, 8), np.float32),
+        )
+        out, lse = plan.forward(*chunks, bias=bias)
+        for more, call in [
+            (0, lambda **of: plan.forward(*chunks, **of)),
+            (bias.nbytes, lambda **of: plan.backward(out, *chunks, out, lse, **of)),
+        ]:
+            without, with_bias = most_memory(call), most_memory(lambda call=call: call(bias=bias))
+            assert with_bias - without < more + bias.nbytes / 16 + 2**16
+        without = plan.sent
+        plan.forward(*chunks)
+        plain = np.subtract(plan.sent, without)
+        plan.forward(*chunks, bias=bias)
+        assert (np.subtract(plan.sent, without) == 2 * plain).all()  # bytes and messages
