@@ -271,7 +271,7 @@ def _pairs(array, token, head, sequence):
 
 
 def _of_pairs(bias, dbias, q):
-    """The fields of a launch that describe a bias, its gradient or None, and the sequences that these divide heads into."""
+    """The fields of a launch that describe a bias and its gradient, or None, and the sequences of the batch."""
     heads, sequences = _heads(q), bias.shape[0]
     if bias.shape[1] > 1:
         sequences = heads // bias.shape[1]
