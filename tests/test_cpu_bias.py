@@ -90,16 +90,18 @@ def test_pairs_that_are_not_seen(backend, dtype, lists):
     results = []
     for unseen in (0.5, np.nan):
         bias = np.where(seen, bias_of(2, 1, queries, keys, (0, 0, 1)), np.float32(unseen)).astype(np.float32)
-        wide = np.full((1, 1, queries, keys + 9), 7, np.float32)
+        wide = np.full((1, 1, queries, keys + 9), -0.0, np.float32)  # which to add 0 to would change
+        wide[..., 4 : keys + 4] = 7
         out, lse = partial(backend, queries, 2, 16, "float32")
         block = BlockInputs(q, k, v, *sides, SCALE, bias=bias)
         backend.attend(block, out, lse)
         grads = Gradients(*(np.zeros(array.shape, np.float32) for array in (q, k, v)), wide[..., 4 : keys + 4])
         backend.attend_backward(block, BackwardInputs(dout, np.where(np.isinf(lse), 0, lse), np.ones_like(lse)), grads)
         results.append(bits(out, lse, *grads[:3], wide))
-        changed = wide != 7
-        assert not changed[..., :4].any() and not changed[..., keys + 4 :].any()
-        assert not changed[0, 0, :, 4 : keys + 4][~seen].any() and changed.any()
+        behind = wide[..., [*range(4), *range(keys + 4, keys + 9)]]
+        assert not behind.any() and np.signbit(behind).all()
+        changed = wide[0, 0, :, 4 : keys + 4] != 7
+        assert not changed[~seen].any() and changed.any()
     assert results[0] == results[1]
 
 
