@@ -29,8 +29,10 @@ SETS = {
     "sve512": ((*SVE, "-msve-vector-bits=512"), "max,sve-default-vector-length=64"),
 }
 NAME = 16  # bytes
-LISTS = "begin", "end", "pages", "tables"
-ARRAYS = "q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv", "other", "other_lse"
+POSITIONS = "rows", "keys", "heads"  # of dropout
+LISTS = "begin", "end", "pages", "tables", *POSITIONS
+ARRAYS = "q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv", "other", "other_lse", "bias", "dbias"
+PAIRS = "bias", "dbias"  # with a number of each pair of a row and a key
 OF_KEYS = "k", "v", "dk", "dv"  # with rows of keys and KV heads, the others of tokens and heads
 OF_HEAD_DIM = "q", "k", "dq", "dk"
 NUMBERS = "lse", "delta", "other_lse"  # one a row
@@ -40,11 +42,12 @@ RESULTS = {
     "decode": ("out", "lse"),
     "merge": ("out", "lse"),
     "sink": ("out", "lse"),
-    "backward": ("dq", "dk", "dv"),
+    "backward": ("dq", "dk", "dv", "dbias"),
     "delta": ("delta",),
     "narrow": ("out",),
 }
 BYTES = 4, 8, 2, 2  # of a number, by element
+REAL = "float32", "float64", "float32", "float32"  # of a launch, by its inputs' element
 
 
 @functools.cache
@@ -92,15 +95,28 @@ class Kernels:
         return 0  # the other process has its own
 
     def run(self, launch, operation):
-        arrays = {name: _rows(launch, operation, name) for name in ARRAYS if getattr(launch, name).data}
+        arrays = {
+            name: _pairs(launch, operation, name) if name in PAIRS else _rows(launch, operation, name)
+            for name in ARRAYS
+            if getattr(launch, name).data
+        }
         if launch.dv.data == launch.dk.data:  # shared keys and values: both gradients are added to one array
             arrays.pop("dv", None)
         results = [name for name in RESULTS[operation] if name in arrays]
-        data = {name: _list(launch, operation, name) for name in LISTS if getattr(launch, name)}
+        lists = [name for name in LISTS if getattr(launch.dropout if name in POSITIONS else launch, name)]
+        data = {name: _list(launch, operation, name) for name in lists}
         sent = type(launch).from_buffer_copy(launch)
         for name, array in arrays.items():
             data[name] = array.tobytes()
-            setattr(sent, name, library.Array(0, array.itemsize * array.shape[1], array.itemsize))
+            place = library.Array(0, array.itemsize * array.shape[1], array.itemsize)
+            if name in PAIRS:  # contiguous, an axis of length 1 with a stride of 0
+                sequence, head, token = (
+                    0 if length == 1 else stride for length, stride in zip(array.shape, array.copy().strides)
+                )
+                if operation != "decode":
+                    sequence -= _heads_of_sequence(launch) * head
+                place = library.Array(0, token, head, sequence)
+            setattr(sent, name, place)
         if "dv" not in arrays:
             sent.dv = sent.dk
         names = (*LISTS, *ARRAYS)
@@ -137,7 +153,7 @@ def _rows(launch, operation, name):
         pages = _numbers(launch.pages, _numbers(launch.tables, launch.sequences + 1, np.int64)[-1], np.int32)
         count = (pages.max(initial=-1) + 1) * launch.page_size
     dim = 1 if name in NUMBERS else launch.head_dim if name in OF_HEAD_DIM else launch.value_dim
-    element = library.ELEMENTS["float64" if launch.element == library.ELEMENTS["float64"] else "float32"]
+    element = library.ELEMENTS[REAL[launch.element]]
     if name in INPUTS or (name == "out" and operation in ("delta", "narrow")):
         element = launch.element
     described = {
@@ -150,8 +166,33 @@ def _rows(launch, operation, name):
     return np.asarray(SimpleNamespace(__array_interface__=described))
 
 
+def _heads_of_sequence(launch):
+    return launch.heads // max(launch.sequences, 1)
+
+
+def _pairs(launch, operation, name):
+    """A bias or its gradient, (sequences, heads, tokens) of rows, each of them one item; 1 sequence with pages."""
+    field, heads = getattr(launch, name), _heads_of_sequence(launch)
+    element = launch.bias_element if name == "bias" else library.ELEMENTS[REAL[launch.element]]
+    strides = field.sequence + heads * field.head, field.head, field.token
+    shape, keys = [launch.sequences, heads, launch.tokens], launch.keys
+    if operation == "decode":
+        strides, shape, keys = (0, *strides[1:]), [1, launch.heads, launch.tokens], field.head // BYTES[element]
+    described = {
+        "shape": tuple(length if stride else 1 for length, stride in zip(shape, strides)),
+        "strides": strides,
+        "typestr": f"|V{keys * BYTES[element]}",
+        "data": (field.data, False),
+        "version": 3,
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=described))
+
+
 def _list(launch, operation, name):
-    if name == "tables":
+    if name in POSITIONS:
+        count = {"rows": launch.tokens, "keys": launch.keys, "heads": launch.heads}[name]
+        numbers = _numbers(getattr(launch.dropout, name), count, np.int32)
+    elif name == "tables":
         numbers = _numbers(launch.tables, launch.sequences + 1, np.int64)
     elif name == "pages":
         numbers = _numbers(launch.pages, _numbers(launch.tables, launch.sequences + 1, np.int64)[-1], np.int32)

@@ -12,7 +12,10 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = [f"tests/{name}.py" for name in ("test_cpu", "test_cpu_decode", "test_cpu_launches", "test_cpu_pairs")]
+FILES = [
+    f"tests/{name}.py"
+    for name in ("test_cpu", "test_cpu_bias", "test_cpu_decode", "test_cpu_launches", "test_cpu_pairs")
+]
 # By name: flags of the compiler, libraries to load first, and the sanitizer's settings.
 SANITIZERS = {
     "thread": ("-fsanitize=thread", ["libtsan.so"], {"TSAN_OPTIONS": "halt_on_error=1"}),

@@ -66,36 +66,37 @@ def case(shape, mask, seed=0):
     return q, k, v, dout, *MASKS[mask](rng, int(rng.integers(2, 9)), groups, queries, keys)
 
 
-def launched(backend, q, k, v, dout, begin, end, softcap=None, given=None):
-    """(out, lse, dq, dk, dv): by one launch, if the back end takes all lists at once.
+def launched(backend, q, k, v, dout, begin, end, softcap=None, given=None, **others):
+    """(out, lse, dq, dk, dv), and dbias if there is a bias: by one launch, if the back end takes all lists at once.
 
-    given: (lse, delta) of the backward pass.
+    given: (lse, delta) of the backward pass.  others: what else a block has.
     """
     lists = [[np.ascontiguousarray(np.moveaxis(side, 0, -1)) for side in (begin, end)]]
     if not backend.takes_lists:
         lists = zip(begin, end)
-    blocks = [BlockInputs(q, k, v, *bounds, SCALE, softcap) for bounds in lists]
+    blocks = [BlockInputs(q, k, v, *bounds, SCALE, softcap, **others) for bounds in lists]
     work = WORK[q.dtype.name]
     out, lse = partial(backend, *q.shape[:2], v.shape[2], work)
-    grads = Gradients(*(np.zeros(array.shape, work) for array in (q, k, v)))
+    arrays = (q, k, v) if others.get("bias") is None else (q, k, v, others["bias"])
+    grads = Gradients(*(np.zeros(array.shape, work) for array in arrays))
     with np.errstate(all="ignore"):
         for block in blocks:
             backend.attend(block, out, lse)
         for block in blocks:
             backend.attend_backward(block, BackwardInputs(dout, *given), grads)
-    return [out, lse, *grads]
+    return [out, lse, *grads[: len(arrays)]]
 
 
-def reference(q, k, v, dout, begin, end, softcap=None):
+def reference(q, k, v, dout, begin, end, softcap=None, **others):
     """That of NumPy in float64, and (lse, delta) for the backward pass in the kernels' dtype."""
     wide, numpy = [array.astype(np.float64) for array in (q, k, v, dout)], backends.get("numpy")
     out, lse = partial(numpy, *q.shape[:2], v.shape[2], "float64")
     with np.errstate(all="ignore"):
         for bounds in zip(begin, end):
-            numpy.attend(BlockInputs(*wide[:3], *bounds, SCALE, softcap), out, lse)
+            numpy.attend(BlockInputs(*wide[:3], *bounds, SCALE, softcap, **others), out, lse)
     given = [array.astype(WORK[q.dtype.name]) for array in (lse, np.full_like(lse, 0.1))]
     exact = [array.astype(np.float64) for array in given]
-    return launched(numpy, *wide, begin, end, softcap, exact), given
+    return launched(numpy, *wide, begin, end, softcap, exact, **others), given
 
 
 def assert_right(backend, got, ref, dtype):

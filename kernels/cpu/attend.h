@@ -42,6 +42,7 @@ static int attend_tile(struct job* job, int thread, struct forward_work* work, i
                        const struct rows* rows, real* top, real* total) {
     const struct launch* of = job->of;
     const long width = rounded_up(of->value_dim, NR), panels = (rows->count + MR - 1) / MR, head_dim = of->head_dim;
+    struct dropped dropped;
     for (long block = rows->lowest / BLOCK * BLOCK; block < rows->highest; block += BLOCK) {
         for (long panel = 0; panel < panels; panel++) {
             const long start = max(rows->panel[panel].from - block, 0), from = start / LANES * LANES;
@@ -58,21 +59,28 @@ static int attend_tile(struct job* job, int thread, struct forward_work* work, i
             for (; j + NR <= to; j += NR) {
                 product(0, q, 1, MR, work->keys + (block + j) * head_dim, head_dim, work->score + j, BLOCK);
                 step_ahead(&work->ahead);
+                fetch_bias(of, rows, panel, key0, block + j, BLOCK);
             }
             if (j < to)
                 product_of(1, 0, q, 1, MR, work->keys + (block + j) * head_dim, head_dim, work->score + j, BLOCK);
+            if (of->dropout.threshold)
+                begin_dropped_columns(of, rows, key0 + block, from, to, &dropped);
             const int masked = rows->panel[panel].full_from > block + from || rows->panel[panel].full_to < block + to;
             for (long i = panel * MR; i < min((panel + 1) * MR, rows->count); i++) {
                 const long at = (i - panel * MR) * BLOCK;
                 real* score = work->score + at;
                 if (of->softcap)
                     apply_softcap(of->softcap, 1, from, to, score);
+                if (of->bias.data)
+                    add_bias(of, rows, i, key0 + block, from, to, 1, score);
                 if (masked)
                     hide(rows, i, block, from, to, score);
                 step_ahead(&work->ahead);
                 if (rows->panel[panel].from >= block)           // the first block that the panel sees
                     prefetch_next_tile(of, rows, i);
                 const real decay = weigh(from, to, score, top + i, total + i);
+                if (of->dropout.threshold)
+                    drop(of, rows, i, &dropped, score);
                 if (decay != 1)
                     for (long c = 0; c < width; c += LANES)
                         store(work->acc + i * width + c, load(work->acc + i * width + c) * decay);
@@ -111,18 +119,25 @@ static int attend_columns(struct job* job, int thread, struct forward_work* work
     const struct columns* columns = rows->columns;
     const long width = rounded_up(of->value_dim, NR), head_dim = of->head_dim;
     struct parts parts;
+    struct dropped dropped;
     for (long panel = 0; panel * MR < rows->count; panel++) {
         for (long from = 0; next_parts(columns, panel, &from, &parts);) {
             for (long n = 0; n < parts.count; n++)
                 score_columns(work->q + panel * MR * head_dim, work->keys, head_dim, parts.part[n].start,
                               parts.part[n].stop, work->score + parts.part[n].at);
+            if (of->dropout.threshold)
+                begin_dropped_parts(of, columns, &parts, &dropped);
             for (long i = panel * MR; i < min((panel + 1) * MR, rows->count); i++) {
                 real* score = work->score + (i - panel * MR) * BLOCK;
                 if (of->softcap)
                     apply_softcap(of->softcap, 1, 0, parts.filled, score);
+                if (of->bias.data)
+                    add_bias_of_parts(of, rows, i, &parts, 1, score);
                 for (long n = 0; n < parts.count; n++)
                     hide_columns(columns, i, parts.part[n].start, parts.part[n].stop, score + parts.part[n].at);
                 const real decay = weigh(0, parts.filled, score, top + i, total + i);
+                if (of->dropout.threshold)
+                    drop(of, rows, i, &dropped, score);
                 if (decay != 1)
                     for (long c = 0; c < width; c += LANES)
                         store(work->acc + i * width + c, load(work->acc + i * width + c) * decay);

@@ -75,6 +75,8 @@ static void pack_tile(const struct launch* of, const struct backward_work* work,
 static int wait_for_earlier(struct job* job, int thread, const struct backward_pieces* pieces,
                             const struct group* group, long turn) {
     const struct group* before = pieces->group + (group->number + 1) % pieces->places;  // of one or two
+    if (!wait_for(job, thread, &before->number, group->number - 1))  // it may not have begun
+        return 0;
     while (load_acquire(&before->number) == group->number - 1 && load_acquire(&before->done) <= turn) {
         if (give_up(job, thread))
             return 0;
@@ -87,7 +89,7 @@ static int wait_for_earlier(struct job* job, int thread, const struct backward_p
 static int backward_block(struct job* job, int thread, const struct backward_pieces* pieces, struct group* group,
                           struct backward_work* work, long turn) {
     const struct launch* of = job->of;
-    const int kv_head = group->kv_head;
+    const int kv_head = group->kv_head, shared = sharing_of(of).any;
     const long block = (pieces->blocks - 1 - turn) * KEYS, count = min(of->keys - block, KEYS);
     int packed = 0;
     for (long t = 0; t < group->tiles; t++) {
@@ -96,6 +98,9 @@ static int backward_block(struct job* job, int thread, const struct backward_pie
         if (max(tile->rows.lowest, block) >= min(tile->rows.highest, block + count))
             continue;
         if (!packed) {
+            // Where rows share numbers of dbias, those of the group before are first.
+            if (shared && !wait_for_earlier(job, thread, pieces, group, turn))
+                return 0;
             pack_keys(of, &work->ahead.from->k, kv_head, of->head_dim, block, count, work->row, work->keys,
                       work->keys_by_dim, KEYS, &work->odd_keys, 0);
             pack_keys(of, &work->ahead.from->v, kv_head, of->value_dim, block, count, work->row, work->values, 0, 0, 0,
@@ -158,20 +163,24 @@ static void backward_worker(struct job* job, int thread, void* with) {
     }
 }
 
-// A KV head after the other, alone.
+// A KV head after the other, alone; those that share numbers of dbias in their order, by one thread.
 static void head_worker(struct job* job, int thread, void* with) {
     const struct backward_pieces* pieces = with;
     const struct launch* of = job->of;
+    const struct sharing sharing = sharing_of(of);
+    const long size = size_of(&sharing), all = of->kv_heads / size;
     struct group group = {.tiles = pieces->tiles, .tile = pieces->group->tile + thread * pieces->tiles};
     struct backward_work work;
     backward_work(of, pieces->scratch + thread * pieces->bytes, &work);
-    for (long head = take_piece(job), next; head < of->kv_heads; head = next) {
-        next = take_piece(job);
-        group.kv_head = head, group.done = 0;
+    for (long class = take_piece(job), n = 0; class < all;) {
+        group.kv_head = head_of(of, &sharing, class, n), group.done = 0;
         for (long t = 0; t < pieces->tiles; t++)
-            pack_tile(of, &work, head, t * ROWS, group.tile + t);
-        if (next < of->kv_heads)
-            begin_ahead(&work.ahead, next, pieces->rows);
+            pack_tile(of, &work, group.kv_head, t * ROWS, group.tile + t);
+        n = (n + 1) % size;
+        if (!n)
+            class = take_piece(job);
+        if (class < all)
+            begin_ahead(&work.ahead, head_of(of, &sharing, class, n), pieces->rows);
         if (!backward_block(job, thread, pieces, &group, &work, 0))
             return;
         end_ahead(&work.ahead);
@@ -184,13 +193,15 @@ static int32_t backward(const struct launch* of) {
     struct job job;
     struct backward_pieces pieces;
     struct backward_work none;
+    const struct sharing sharing = sharing_of(of);
     pieces.scratch = of->scratch + row_work(of, of->scratch, &pieces);
     pieces.bytes = backward_work(of, 0, &none);
     const double operations = 6.0 * (of->head_dim + of->value_dim) * pieces.rows * of->keys * of->kv_heads;
     begin_job(&job, of, pieces.tiles * of->keys * of->kv_heads);
     if (is_alone(of))
-        return in_threads(&job, min(threads_for(of, operations, of->kv_heads), TILES / max(pieces.tiles, 1)),
-                          head_worker, &pieces);
+        return in_threads(
+            &job, min(threads_for(of, operations, of->kv_heads / size_of(&sharing)), TILES / max(pieces.tiles, 1)),
+            head_worker, &pieces);
     return in_threads(&job, threads_for(of, operations, pieces.groups * pieces.blocks * of->kv_heads), backward_worker,
                       &pieces);
 }

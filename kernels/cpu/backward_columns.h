@@ -37,16 +37,17 @@ static int64_t column_row_bytes(const struct launch* of) {
     return column_row_work(of, 0, &work, &columns, &tile);
 }
 
-// Waits until no piece before this one, of the same KV head, has yet to add to the keys [from, to); returns whether to
-// go on.
-static int wait_for_keys(struct job* job, int thread, const struct column_turns* turns, long piece, long from,
+// Waits until no piece before this one, of the same KV head or, if `all`, of any, has yet to add to the keys
+// [from, to); returns whether to go on.  Other pieces have begun then, and so those that were in their places are done.
+static int wait_for_keys(struct job* job, int thread, const struct column_turns* turns, long piece, int all, long from,
                          long to) {
     const long kv_heads = job->of->kv_heads;
-    for (long before = piece - kv_heads; before >= 0 && before > piece - turns->places; before -= kv_heads) {
+    for (long before = piece - 1; before >= 0 && before > piece - turns->places; before--) {
         const struct turn* turn = turns->turn + before % turns->places;
+        const int alike = all || (piece - before) % kv_heads == 0;
         for (;;) {
             const long number = load_acquire(&turn->piece);
-            if (number > before ||
+            if (number > before || (number == before && !alike) ||
                 (number == before && (load_acquire(&turn->lowest) >= to || load_acquire(&turn->highest) <= from)))
                 break;
             if (give_up(job, thread))
@@ -61,6 +62,7 @@ static int wait_for_keys(struct job* job, int thread, const struct column_turns*
 static int backward_taken(struct job* job, int thread, struct column_turns* turns, struct backward_work* work,
                           const struct columns* columns, struct packed_rows* tile, long piece, int kv_head) {
     const struct launch* of = job->of;
+    const struct sharing sharing = sharing_of(of);
     for (long block = (columns->count - 1) / KEYS * KEYS; block >= 0; block -= KEYS) {
         const long count = min(columns->count - block, KEYS);
         const int32_t* key = columns->key + block;
@@ -68,9 +70,11 @@ static int backward_taken(struct job* job, int thread, struct column_turns* turn
                   &work->odd_keys, key);
         pack_keys(of, &of->v, kv_head, of->value_dim, 0, count, work->row, work->values, 0, 0, 0, key);
         clear_keys(of, work, count);
+        if (sharing.any && !wait_for_keys(job, thread, turns, piece, size_of(&sharing) > 1, key[0], key[count - 1] + 1))
+            return 0;
         backward_tile(of, work, tile, block, count);
         add_dq(of, work, &tile->rows, block, count);
-        if (!wait_for_keys(job, thread, turns, piece, key[0], key[count - 1] + 1))
+        if (!wait_for_keys(job, thread, turns, piece, 0, key[0], key[count - 1] + 1))
             return 0;
         add_keys(of, work, kv_head, 0, count, key);
         set(&turns->turn[piece % turns->places].highest, key[0]);

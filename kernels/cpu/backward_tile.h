@@ -45,6 +45,33 @@ static void add_dq(const struct launch* of, const struct backward_work* work, co
     }
 }
 
+// Rows that share numbers of dbias: those of a KV head, and KV heads of a sequence or of several.
+struct sharing {
+    int any;
+    long heads, sequences;  // KV heads of a sequence that share them; sequences
+};
+
+static struct sharing sharing_of(const struct launch* of) {
+    const long sequences = max(of->sequences, 1), heads = of->heads / sequences;
+    struct sharing sharing = {0, 1, 1};
+    if (!of->dbias.data)
+        return sharing;
+    if (!of->dbias.head)
+        sharing.heads = of->kv_heads / sequences;
+    if (!(of->dbias.sequence + heads * of->dbias.head))
+        sharing.sequences = sequences;
+    sharing.any = !of->dbias.token || (!of->dbias.head && heads > 1) || sharing.sequences > 1;
+    return sharing;
+}
+
+// How many KV heads share numbers of dbias, and number n of these, among `classes` of them in the launch.
+static long size_of(const struct sharing* sharing) { return sharing->heads * sharing->sequences; }
+
+static long head_of(const struct launch* of, const struct sharing* sharing, long class, long n) {
+    const long heads = of->kv_heads / max(of->sequences, 1), classes = heads / sharing->heads;
+    return (class / classes + n / sharing->heads) * heads + class % classes + n % sharing->heads;
+}
+
 static long load_acquire(const long* number) { return __atomic_load_n(number, __ATOMIC_ACQUIRE); }
 static void set(long* number, long value) { __atomic_store_n(number, value, __ATOMIC_RELEASE); }
 

@@ -12,6 +12,7 @@ struct decode_tile {
     int width;                                          // count, or a few more
     long from[LANES], to[LANES];                        // a row sees; beyond `count` as the last one
     long lowest, highest, full_from, full_to;           // any row sees, and every row sees
+    const char* bias[LANES];                            // of a row, by key of its sequence
     real *q, *acc;
     vec top, total;                                     // lane: row lane % width
 };
@@ -99,6 +100,8 @@ static void begin_tile(const struct launch* of, const struct decode_work* work, 
         if (from < to)
             tile->lowest = min(tile->lowest, from), tile->highest = max(tile->highest, to);
         tile->full_from = max(tile->full_from, tile->from[i]), tile->full_to = min(tile->full_to, tile->to[i]);
+        if (of->bias.data)
+            tile->bias[i] = decode_row(of, &of->bias, s, kv_head, row);
         if (i >= tile->count)
             continue;
         put_query(of->element, tile->width, decode_row(of, &of->q, s, kv_head, row), dim, of->scale, i, work->row,
@@ -145,16 +148,30 @@ INLINE vec over_row(int largest, int width, vec x) {
     return x;
 }
 
+// score * scale + bias, of a tile and a block.
+static void add_bias_of_tile(const struct decode_tile* tile, const struct block* block, real scale, real* score) {
+    const long stop = rounded_up(block->count * tile->width, LANES);
+    for (long j = 0; j < stop; j += LANES)
+        store(score + j, rounded_now(load(score + j) * scale));
+    for (long i = 0; i < tile->width; i++) {
+        const real* bias = (const real*)tile->bias[i] + block->first;
+        for (long j = 0; j < block->count; j++)
+            score[j * tile->width + i] += bias[j];
+    }
+}
+
 // Turns a tile's scores of a block into weights relative to the largest so far, and those of pairs that are not seen
 // into 0.  decay: by how much earlier weights have shrunk.
 static void decode_weigh(const struct launch* of, struct decode_tile* tile, const struct block* block, int masked,
                          real* score, real* decay) {
     const int width = tile->width, keys = LANES / width;
     const long stop = rounded_up(block->count, keys) * width;
-    const real scale = of->softcap ? 1 : scale_of_scores(of->scale);
+    real scale = of->softcap ? 1 : scale_of_scores(of->scale);
     vec high = splat(-INFINITY);
     if (of->softcap)
         apply_softcap(of->softcap, scale_of_scores(of->scale), 0, stop, score);
+    if (of->bias.data)
+        add_bias_of_tile(tile, block, scale, score), scale = 1;
     if (masked) {
         ivec key = {0}, from = {0}, to = {0};
         for (int l = 0; l < LANES; l++) {

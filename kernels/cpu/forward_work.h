@@ -12,7 +12,8 @@
 #define WEIGHTS_APART 0
 #endif
 #include "ahead.h"
-#include "columns.h"
+#include "bias.h"
+#include "dropout.h"
 #include "work.h"
 
 #define PANEL 2048
@@ -72,6 +73,24 @@ static long next_parts(const struct columns* columns, long panel, long* from, st
         *from = stop;
     }
     return parts->filled;
+}
+
+// Adds the bias to the scores of parts of a panel's row.
+static void add_bias_of_parts(const struct launch* of, const struct rows* rows, long i, const struct parts* parts,
+                              real scale, real* score) {
+    for (long n = 0; n < parts->count; n++)
+        add_bias(of, rows, i, parts->part[n].start, 0, parts->part[n].stop - parts->part[n].start, scale,
+                 score + parts->part[n].at);
+}
+
+// The dropped weights of parts of a panel.
+static void begin_dropped_parts(const struct launch* of, const struct columns* columns, const struct parts* parts,
+                                struct dropped* dropped) {
+    begin_dropped(dropped, 0);
+    for (long n = 0; n < parts->count; n++) {
+        const long start = parts->part[n].start, stop = min(parts->part[n].stop, columns->count);
+        add_dropped(of, columns->key + start, 0, stop - start, dropped);
+    }
 }
 
 // Adds the values of the keys [first, last) that are not finite, which the packed ones leave out, to the rows that see

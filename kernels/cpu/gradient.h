@@ -30,9 +30,10 @@ static int64_t backward_work(const struct launch* of, char* scratch, struct back
 }
 
 // From the scores and dP of a row, of the columns [start, stop), to P and dS / scale.  Both are 0 where it does not
-// see.
-static void differentiate(const struct launch* of, const struct rows* rows, long i, real base, real delta, int masked,
-                          long block, long start, long stop, real* weight, real* dweight) {
+// see.  extras: 0 for none.
+INLINE void differentiate_with(const struct extras* extras, const struct launch* of, const struct rows* rows, long i,
+                               real base, real delta, int masked, long block, long start, long stop, real* weight,
+                               real* dweight) {
     const integer from = rows->from[i] - block, to = rows->to[i] - block;
     const real inverse = of->softcap ? 1 / of->softcap : 0, cap = of->softcap;
     const uint64_t* bits = rows->columns ? bits_of(rows->columns, i) : 0;
@@ -43,17 +44,40 @@ static void differentiate(const struct launch* of, const struct rows* rows, long
             const vec capped = hyperbolic_tangent(score * inverse);
             score = rounded_now(capped * cap), slope = 1 - capped * capped;
         }
-        vec p = exponential(limited(score - base)), ds = p * (load(dweight + j) - delta);
+        vec dp = load(dweight + j), factor = splat(1);
+        if (extras && extras->bias)
+            score += pairs_at(extras->bias, j);
+        if (extras && extras->factor)
+            factor = load(extras->factor + j - extras->start), dp *= factor;
+        vec p = exponential(limited(score - base)), ds = p * (dp - delta);
+        ivec seen = {0};
+        if (masked)
+            seen = bits ? lanes_of(bits[(block + j) / 64] >> (block + j) % 64) : (column >= from) & (column < to);
+        if (extras && extras->dbias)
+            add_to_pairs(extras->dbias, j, masked ? (vec)((ivec)ds & seen) : ds);
+        if (extras)
+            p *= factor;
         if (cap)
             ds *= slope;
-        if (masked) {
-            const ivec seen =
-                bits ? lanes_of(bits[(block + j) / 64] >> (block + j) % 64) : (column >= from) & (column < to);
+        if (masked)
             p = (vec)((ivec)p & seen), ds = (vec)((ivec)ds & seen);
-        }
         store(weight + j, p);
         store(dweight + j, ds);
     }
+}
+
+static void differentiate(const struct launch* of, const struct rows* rows, long i, real base, real delta, int masked,
+                          long block, long start, long stop, real* weight, real* dweight) {
+    differentiate_with(0, of, rows, i, base, delta, masked, block, start, stop, weight, dweight);
+}
+
+static __attribute__((noinline)) void differentiate_more(const struct launch* of, const struct dropped* dropped,
+                                                         const struct rows* rows, long i, real base, real delta,
+                                                         int masked, long block, long start, long stop, real* weight,
+                                                         real* dweight) {
+    struct extras_memory memory;
+    const struct extras extras = extras_of(of, rows, i, block, dropped, &memory);
+    differentiate_with(&extras, of, rows, i, base, delta, masked, block, start, stop, weight, dweight);
 }
 
 // What rows and keys that are not finite, which the packed ones leave out, give to those that see them.
@@ -92,7 +116,9 @@ static void backward_tile(const struct launch* of, struct backward_work* work, c
     const long dim = of->head_dim, value_dim = of->value_dim;
     const long width = rounded_up(dim, NR), value_width = rounded_up(value_dim, NR);
     const long panels = (rows->count + MR - 1) / MR, columns = rounded_up(rounded_up(count, NR), MR);
+    const int more = has_extras(of);
     long from[ROWS / MR], to[ROWS / MR];                // columns that a panel sees
+    struct dropped dropped;
     for (long panel = 0; panel < panels; panel++) {
         int masked = 1;
         panel_keys(rows, panel, block, from + panel, to + panel);
@@ -102,7 +128,10 @@ static void backward_tile(const struct launch* of, struct backward_work* work, c
             product(0, tile->q + panel * MR * dim, 1, MR, work->keys + j * dim, dim, weight + j, KEYS);
             product(0, tile->dout + panel * MR * value_dim, 1, MR, work->values + j * value_dim, value_dim, dweight + j,
                     KEYS);
+            fetch_bias(of, rows, panel, 0, block + j, KEYS);
         }
+        if (of->dropout.threshold && from[panel] < to[panel])
+            begin_dropped_columns(of, rows, block, from[panel], to[panel], &dropped);
         if (!rows->columns)
             masked =
                 rows->panel[panel].full_from > block + from[panel] || rows->panel[panel].full_to < block + to[panel];
@@ -116,8 +145,12 @@ static void backward_tile(const struct launch* of, struct backward_work* work, c
                     break;
             }
             step_ahead(&work->ahead);
-            differentiate(of, rows, row, tile->base[row], tile->delta[row], masked, block, from[panel], to[panel],
-                          weight + i * KEYS, dweight + i * KEYS);
+            if (more && from[panel] < to[panel])
+                differentiate_more(of, &dropped, rows, row, tile->base[row], tile->delta[row], masked, block,
+                                   from[panel], to[panel], weight + i * KEYS, dweight + i * KEYS);
+            else
+                differentiate(of, rows, row, tile->base[row], tile->delta[row], masked, block, from[panel], to[panel],
+                              weight + i * KEYS, dweight + i * KEYS);
         }
     }
     for (long j = 0; j < count; j += MR) {

@@ -53,9 +53,9 @@ INLINE void store_pairs(operand* to, vec even, vec odd) {
 }
 
 // From the scores and dP of the rows `row` and the next, of the keys [start, stop), to P and dS / scale.  Both are 0
-// where a row does not see.
-INLINE void differentiate(const struct launch* of, struct backward_work* work, const struct packed_rows* tile, long row,
-                          int masked, long block, long start, long stop) {
+// where a row does not see.  extras: of both rows, 0 for none.
+INLINE void differentiate(const struct extras* extras, const struct launch* of, struct backward_work* work,
+                          const struct packed_rows* tile, long row, int masked, long block, long start, long stop) {
     const real scale = scale_left(of->scale), inverse = of->softcap ? scale / of->softcap : 0, cap = of->softcap;
     const struct rows* rows = &tile->rows;
     ivec column;
@@ -70,23 +70,42 @@ INLINE void differentiate(const struct launch* of, struct backward_work* work, c
                 const vec capped = hyperbolic_tangent(load(work->score + at) * inverse);
                 score = rounded_now(capped * cap), slope = 1 - capped * capped;
             }
+            vec dp = load(work->dscore + at), factor = splat(1);
+            if (extras && extras[r].bias)
+                score += pairs_at(extras[r].bias, j);
+            if (extras && extras[r].factor)
+                factor = load(extras[r].factor + j - extras[r].start), dp *= factor;
             p[r] = weight_of(score - tile->base[row + r]);
-            ds[r] = p[r] * (load(work->dscore + at) - tile->delta[row + r]);
-            if (cap)
-                ds[r] *= slope;
+            ds[r] = p[r] * (dp - tile->delta[row + r]);
+            ivec seen = {0};
             if (masked) {
                 const uint64_t* bits = rows->columns ? bits_of(rows->columns, row + r) : 0;
                 const integer from = rows->from[row + r], to = rows->to[row + r];
-                const ivec seen =
-                    bits ? lanes_of(bits[(block + j) / 64] >> (block + j) % 64) : (column >= from) & (column < to);
-                p[r] = (vec)((ivec)p[r] & seen), ds[r] = (vec)((ivec)ds[r] & seen);
+                seen = bits ? lanes_of(bits[(block + j) / 64] >> (block + j) % 64) : (column >= from) & (column < to);
             }
+            if (extras && extras[r].dbias)
+                add_to_pairs(extras[r].dbias, j, masked ? (vec)((ivec)ds[r] & seen) : ds[r]);
+            if (extras)
+                p[r] *= factor;
+            if (cap)
+                ds[r] *= slope;
+            if (masked)
+                p[r] = (vec)((ivec)p[r] & seen), ds[r] = (vec)((ivec)ds[r] & seen);
             const __m256bh narrow = _mm512_cvtneps_pbh((__m512)ds[r]);
             memcpy(work->dweight_rows + (row + r) * KEYS + j, &narrow, sizeof narrow);
         }
         store_pairs(work->weight + place(row, j), p[0], p[1]);
         store_pairs(work->dweight + place(row, j), ds[0], ds[1]);
     }
+}
+
+static __attribute__((noinline)) void differentiate_more(const struct launch* of, const struct dropped* dropped,
+                                                         struct backward_work* work, const struct packed_rows* tile,
+                                                         long row, long block, long start, long stop) {
+    struct extras_memory memory[2];
+    const struct extras extras[2] = {extras_of(of, &tile->rows, row, block, dropped, memory),
+                                     extras_of(of, &tile->rows, row + 1, block, dropped, memory + 1)};
+    differentiate(extras, of, work, tile, row, 1, block, start, stop);
 }
 
 // What rows and keys that are not finite, which the packed ones leave out, give to those that see them.
@@ -121,7 +140,9 @@ static void backward_tile(const struct launch* of, struct backward_work* work, c
                           long block, long count) {
     const struct rows* rows = &tile->rows;
     const long width = DEPTH(of->head_dim), value_width = DEPTH(of->value_dim), panels = (rows->count + MR - 1) / MR;
+    const int more = has_extras(of);
     long from[ROWS / MR], to[ROWS / MR];  // columns that a panel sees
+    struct dropped dropped;
     for (long panel = 0; panel < panels; panel++) {
         panel_keys(rows, panel, block, from + panel, to + panel);
         for (long start = from[panel]; start < to[panel]; start += SPAN) {
@@ -132,15 +153,20 @@ static void backward_tile(const struct launch* of, struct backward_work* work, c
                         work->score + j - start, SPAN);
                 product(0, tile->dout + panel * MR * value_width, value_width, 1, work->values + j * value_width,
                         value_width, work->dscore + j - start, SPAN);
+                fetch_bias(of, rows, panel, 0, block + j, KEYS);
             }
+            if (of->dropout.threshold)
+                begin_dropped_columns(of, rows, block, start, stop, &dropped);
             const int masked = rows->columns || rows->panel[panel].full_from > block + start ||
                                rows->panel[panel].full_to < block + stop || (panel + 1) * MR > rows->count;
             for (long row = panel * MR; row < (panel + 1) * MR; row += 2) {
                 step_ahead(&work->ahead);
-                if (masked)
-                    differentiate(of, work, tile, row, 1, block, start, stop);
+                if (more)
+                    differentiate_more(of, &dropped, work, tile, row, block, start, stop);
+                else if (masked)
+                    differentiate(0, of, work, tile, row, 1, block, start, stop);
                 else
-                    differentiate(of, work, tile, row, 0, block, start, stop);
+                    differentiate(0, of, work, tile, row, 0, block, start, stop);
             }
         }
     }

@@ -20,6 +20,13 @@ struct array {
     int64_t sequence;                           // and, beyond its heads' strides, from one sequence to the next
 };
 
+// Weights are dropped by these positions, see dropout.h; the heads' are numbers among those of the whole problem.
+struct dropout {
+    const int32_t *rows, *keys, *heads;         // (tokens,), (keys,), (heads,)
+    uint64_t seed;
+    uint32_t threshold;                         // 0: none is dropped
+};
+
 struct launch {
     int32_t element;                            // of q, k, v and dout; all else is float32, or float64 for float64
     int32_t groups, heads, kv_heads, head_dim, value_dim;
@@ -31,6 +38,9 @@ struct launch {
     struct array q, k, v, out, lse;             // lse: read and written forward, only read backward
     struct array dout, delta, dq, dk, dv;       // backward only
     struct array other, other_lse;              // merged into out and lse; other_lse: also sinks, and dlse of delta
+    struct array bias, dbias;                   // (sequences, heads, tokens, keys), data NULL: none; see below
+    struct dropout dropout;
+    int32_t bias_element;
     int32_t sequences;                          // of the batch; 0 if no array has a stride of them
     int32_t page_size;                          // of decoding: see below
     const int32_t* pages;
@@ -39,9 +49,14 @@ struct launch {
     char* scratch;                              // of at least the bytes that the kernel asks for
 };
 
+// A bias's rows have as many numbers as there are keys, of the launch's element or real.  Strides are 0 where an axis
+// has the length 1, also that from one sequence to the next: sequence + heads / sequences * head.  dbias is real; rows
+// that share its numbers add to them in one order.
+//
 // Decoding: k and v are pools of slots; a page is page_size consecutive ones.  The tokens are the queries of each
 // sequence in turn, as many of each, and begin and end, (tokens), are keys of its sequence, whose pages are
-// pages[tables[s]] and those that follow.  out and lse are only written.
+// pages[tables[s]] and those that follow.  out and lse are only written.  bias is real, (tokens, heads, keys of a
+// sequence); there is no dropout.
 //
 // Narrowing: out, of the element, becomes other, which is float32.
 

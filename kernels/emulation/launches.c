@@ -8,7 +8,8 @@
 
 #include "launch.h"
 
-#define POINTERS 16  // of struct launch, which the caller fills
+#define POINTERS 21  // of struct launch, which the caller fills
+#define LISTS 7  // of these, of numbers
 #define LINE 64
 #define NAME 16
 
@@ -49,10 +50,11 @@ int main(void) {
             read_all(data[i], bytes[i]);
         }
         of.begin = data[0], of.end = data[1], of.pages = data[2], of.tables = data[3];
-        struct array* const array[] = {&of.q,     &of.k,  &of.v,  &of.out, &of.lse,   &of.dout,
-                                       &of.delta, &of.dq, &of.dk, &of.dv,  &of.other, &of.other_lse};
-        for (int i = 4; i < POINTERS; i++)
-            array[i - 4]->data = data[i];
+        of.dropout.rows = data[4], of.dropout.keys = data[5], of.dropout.heads = data[6];
+        struct array* const array[] = {&of.q,  &of.k,  &of.v,  &of.out,   &of.lse,       &of.dout, &of.delta,
+                                       &of.dq, &of.dk, &of.dv, &of.other, &of.other_lse, &of.bias, &of.dbias};
+        for (int i = LISTS; i < POINTERS; i++)
+            array[i - LISTS]->data = data[i];
         if (!of.dv.data)
             of.dv.data = of.dk.data;  // shared keys and values: both gradients are added to one array
         of.poll = 0;

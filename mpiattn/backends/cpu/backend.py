@@ -24,7 +24,7 @@ MOST_THREADS = 256  # of kernels/cpu/work.h
 HALVES = ("float16", "bfloat16")
 SCATTERED = 12288  # bytes from which on a copy to pages takes less time than NumPy's
 MANY = 2**20  # tokens of a launch whose scratch memory does not grow with more
-TAKES = "q", "k", "v", "begin", "end", "scale", "softcap", "pages", "page_size"  # fields of a block
+TAKES = "q", "k", "v", "begin", "end", "scale", "softcap", "pages", "page_size", "bias", "dropout"  # fields of a block
 _taken = operator.attrgetter(*TAKES)
 _addressof, _from_buffer = ctypes.addressof, ctypes.c_char.from_buffer  # each launch asks for many addresses
 
@@ -95,19 +95,19 @@ class CpuBackend(NumpyBackend):
 
     def attend_backward(self, block, given, grads, after=(), meanwhile=None):
         if len(block.q) and len(block.k):
-            (dout, lse, delta), (dq, dk, dv) = given, grads
+            (dout, lse, delta), (dq, dk, dv, dbias) = given, grads
             inputs = {"dout": dout, "lse": lse, "delta": delta}
             results = {"dq": dq, "dk": dk, "dv": _values(dv, dk, dout)}
-            self._run_block("backward", block, inputs, results, meanwhile)
+            self._run_block("backward", block, inputs, results, meanwhile, dbias)
 
     def attend_pages(self, block, out, lse, after=(), meanwhile=None):
         if len(block.q):
             self._run_block("decode", block, {}, {"out": out, "lse": lse}, meanwhile)
 
-    def _run_block(self, operation, block, inputs, results, meanwhile):
+    def _run_block(self, operation, block, inputs, results, meanwhile, dbias=None):
         """Run a launch on a block.  inputs, results: what else the operation has, as for `_run`."""
         # All that it takes are named, so that one more is missed here, where they become fields of `Launch`.
-        q, k, v, begin, end, scale, softcap, pages, page_size = _taken(block)
+        q, k, v, begin, end, scale, softcap, pages, page_size, bias, dropout = _taken(block)
         begin, end = np.ascontiguousarray(begin, np.int32), np.ascontiguousarray(end, np.int32)
         v = _values(v, k, inputs.get("dout", results.get("out")))
         if pages is None:
@@ -123,6 +123,13 @@ class CpuBackend(NumpyBackend):
                 "pages": _address(pages),
                 "tables": _address(tables),
             }
+        if bias is not None:
+            numbers |= _of_pairs(bias, dbias, q) if pages is None else {"bias": _pairs(bias, *bias.strides[:2], 0)}
+            numbers["bias_element"] = _element(bias.dtype)
+        if dropout is not None:
+            # Kept, since the launch has but their addresses.
+            positions = [np.ascontiguousarray(each, np.int32) for each in dropout[2:]]
+            numbers["dropout"] = library.Dropout(*map(_address, positions), dropout.seed, dropout.threshold)
         self._run(
             operation,
             q,
@@ -256,6 +263,25 @@ def _values(v, k, out):
     Kernels read them like any values, and add dv to them like to any dv: it is added to a row after its dk.
     """
     return k[..., : out.shape[-1]] if v is None else v
+
+
+def _pairs(array, token, head, sequence):
+    """A bias or its gradient as a launch has it, by the strides of its tokens, heads and sequences."""
+    return library.Array(_address(array), token, head, sequence)
+
+
+def _of_pairs(bias, dbias, q):
+    """The fields of a launch that describe a bias and its gradient, or None, and the sequences of the batch."""
+    heads, sequences = _heads(q), bias.shape[0]
+    if bias.shape[1] > 1:
+        sequences = heads // bias.shape[1]
+    fields = {"sequences": sequences}
+    for name, array in (("bias", bias), ("dbias", dbias)):
+        if array is not None:
+            strides = (0 if length == 1 else stride for length, stride in zip(array.shape, array.strides[:3]))
+            sequence, head, token = strides
+            fields[name] = _pairs(array, token, head, sequence - heads // sequences * head)
+    return fields
 
 
 def _heads(array):

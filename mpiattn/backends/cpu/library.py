@@ -38,6 +38,16 @@ class Array(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), *((stride, ctypes.c_int64) for stride in ("token", "head", "sequence"))]
 
 
+class Dropout(ctypes.Structure):
+    """`struct dropout` of kernels/cpu/launch.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("rows", "keys", "heads")),
+        ("seed", ctypes.c_uint64),
+        ("threshold", ctypes.c_uint32),
+    ]
+
+
 class Launch(ctypes.Structure):
     """`struct launch` of kernels/cpu/launch.h."""
 
@@ -56,8 +66,10 @@ class Launch(ctypes.Structure):
             (name, Array)
             for name in ("q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv", "other", "other_lse")
         ),
-        ("sequences", ctypes.c_int32),
-        ("page_size", ctypes.c_int32),
+        ("bias", Array),
+        ("dbias", Array),
+        ("dropout", Dropout),
+        *((name, ctypes.c_int32) for name in ("bias_element", "sequences", "page_size")),
         ("pages", ctypes.c_void_p),
         ("tables", ctypes.c_void_p),
         ("poll", Poll),
