@@ -45,6 +45,8 @@ def checked(ledger, expected, ranks, rng):
     before, parts = ledger.between(rank, cut, stop)
     assert before == sum(position < cut for position in own) and all(parts)
     assert [position for part in parts for position in part] == [p for p in own if cut <= p < stop]
+    first, last = sorted(rng.randint(0, len(own)) for _ in range(2))
+    assert ledger.numbered(rank, first, last).tolist() == own[first:last]
 
 
 @pytest.mark.draw(1)
