@@ -197,6 +197,7 @@ def test_work_does_not_grow_with_the_turns():
                 ledger.below(rank, [1200, 1201, 1202])
                 ledger.ranges(rank, 4000)
                 ledger.between(rank, 1200, 1203)
+                ledger.numbered(rank, 400, 403)
             ledger.truncate(4000)
 
         step()  # the first counts what there is, and keeps it
