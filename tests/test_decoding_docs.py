@@ -52,9 +52,21 @@ def test_energy():
     assert same < 1e-12 and 0 < off < 1e-6
 
 
+# What the page says of biases; all keys of this cache are those of the last call
+BIASED = """
+with KVCache(comm, capacity=4000, kv_heads=2, head_dim=64) as cache:
+    cache.append(np.zeros((1, 500, 2, 64), np.float32), np.zeros((1, 500, 2, 64), np.float32))
+    _, lse = tree_decode(q[:1], cache, alibi_slopes=slopes, relative_bias=table)
+back = np.arange(500.0)
+scores = table[0][128 - np.minimum(back, 128).astype(int)] - slopes[:, None] * back
+assert np.allclose(lse[0, :, 0], np.log(np.exp(scores).sum(axis=1)), atol=1e-4), lse
+"""
+
+
 @needs_docs
 def test_code_of_the_page():
-    printed = launch.mpirun(3, [sys.executable, "-c", code_of("decoding.md", "decode")], timeout=60).stdout
+    code = code_of("decoding.md", "decode") + code_of("decoding.md", "biases") + BIASED
+    printed = launch.mpirun(3, [sys.executable, "-c", code], timeout=60).stdout
     assert printed.split() == ["(1000,", "1000)", "(2,", "1,", "8,", "64)", "(990,", "1000)"]
 
 

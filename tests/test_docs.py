@@ -67,7 +67,7 @@ def cache():
     from mpiattn import KVCache, tree_decode
     with KVCache(MPI.COMM_WORLD, capacity=40, kv_heads=2, head_dim=8, backend="numpy") as held:
         held.append(*np.ones((2, 1, 9, 2, 8), np.float32))
-        tree_decode(np.ones((1, 1, 2, 8), np.float32), held)
+        tree_decode(np.ones((1, 1, 2, 8), np.float32), held, alibi_slopes=np.ones(2, np.float32))
 
 for walk, names in WALKS.items():
     ran = set()

@@ -45,6 +45,8 @@ def checked(ledger, expected, ranks, rng):
     before, parts = ledger.between(rank, cut, stop)
     assert before == sum(position < cut for position in own) and all(parts)
     assert [position for part in parts for position in part] == [p for p in own if cut <= p < stop]
+    first, last = sorted(rng.randint(0, len(own)) for _ in range(2))
+    assert ledger.numbered(rank, first, last).tolist() == own[first:last]
 
 
 @pytest.mark.draw(1)
@@ -195,6 +197,7 @@ def test_work_does_not_grow_with_the_turns():
                 ledger.below(rank, [1200, 1201, 1202])
                 ledger.ranges(rank, 4000)
                 ledger.between(rank, 1200, 1203)
+                ledger.numbered(rank, 400, 403)
             ledger.truncate(4000)
 
         step()  # the first counts what there is, and keeps it

@@ -14,6 +14,7 @@ from ..errors import ArgumentError
 from ..masks.interval_mask import checked_mask
 from ..problem.problem import Problem
 from ..system.choices import one_of
+from .biases import DecodeBiases, checked_functions
 from .combine import Partial, partial_bytes
 from .interval_lists import interval_lists
 
@@ -104,7 +105,11 @@ class DecodeCall:
             if given.mask is not None:
                 self._lists = interval_lists(checked_mask(given.mask), lengths, *self._lists)
             same["mask"] = given.mask
-        self.sinks = sinks
+            functions = checked_functions(given.alibi_slopes, given.relative_bias, self.problem, self.backend, same)
+        self.sinks, self._biases = sinks, None
+        if functions:
+            ledgers = cache.storage.ledgers
+            self._biases = DecodeBiases(self.backend, self.problem, functions, ledgers, self.sequences)
 
     def _arguments(self):
         """The `Arguments` of the call besides q, whose queries and heads are the caller's."""
@@ -167,6 +172,9 @@ class DecodeCall:
         begin, end = self.row_intervals(rank, self._lists[0] if ends is None else ends)
         pools, tables, page_size = keys
         block = BlockInputs.of(self.problem, q, pools, begin, end, pages=tables, page_size=page_size)
+        if self._biases is not None:
+            self._attend_with_bias(block, rank, partial, rows, after, meanwhile)
+            return
         if rows == range(self.rows) and (len(tables) > 1 or (begin < end).any()):
             partial.ready = (
                 self.backend.attend_pages(block, partial.out, partial.lse, after=after, meanwhile=meanwhile),
@@ -187,6 +195,24 @@ class DecodeCall:
                 event = self.backend.attend_pages(of_sequence, *of_part, after=after, meanwhile=meanwhile)
             else:
                 event = self.backend.clear(*of_part)
+        partial.ready = (event,)
+
+    def _attend_with_bias(self, block, rank, partial, rows, after, meanwhile):
+        """As `attend_to`, part by part; parts of the same rows are merged."""
+        event = None
+        for part, of_part, more in self._biases.launches(block, rank, rows):
+            these = slice(part.start - rows.start, part.stop - rows.start)
+            into = partial.out[these], partial.lse[these]
+            if of_part is None:
+                event = self.backend.clear(*into)
+            elif not more:
+                event = self.backend.attend_pages(of_part, *into, after=after, meanwhile=meanwhile)
+            else:
+                other = self.partial(part.stop - part.start, "part")
+                ready = self.backend.attend_pages(
+                    of_part, other.out, other.lse, after=(*after, event), meanwhile=meanwhile
+                )
+                event = self.backend.merge(*into, other.out, other.lse, after=(ready,))
         partial.ready = (event,)
 
     def result(self, partial):

@@ -89,6 +89,8 @@ class DecodeArguments(NamedTuple):
     softcap: float | None = None
     scale: float | None = None
     sinks: Array | None = None
+    alibi_slopes: Array | None = None
+    relative_bias: Array | None = None
     out: Array | None = None
     lse: Array | None = None
     check: bool = True

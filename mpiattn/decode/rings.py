@@ -59,6 +59,8 @@ def ring_decode(
     softcap: float | None = None,
     scale: float | None = None,
     sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    relative_bias: Array | None = None,
     out: Array | None = None,
     lse: Array | None = None,
     check: bool = True,
@@ -70,7 +72,7 @@ def ring_decode(
 
     Parameters
     ----------
-    q, cache, sequences, causal, window, softcap, scale, sinks, out, lse, check
+    q, cache, sequences, causal, window, softcap, scale, sinks, alibi_slopes, relative_bias, out, lse, check
         As in `tree_decode`.
 
     Returns
@@ -98,11 +100,9 @@ def ring_decode(
     ((1, 1, 8, 16), (1, 8, 1))
     """
     with cache.call("ring_decode") as collective:
-        return _pass_keys(
-            DecodeCall(
-                collective, cache, q, DecodeArguments(sequences, causal, window, softcap, scale, sinks, out, lse, check)
-            )
-        )
+        biases = alibi_slopes, relative_bias
+        given = DecodeArguments(sequences, causal, window, softcap, scale, sinks, *biases, out, lse, check)
+        return _pass_keys(DecodeCall(collective, cache, q, given))
 
 
 def _pass_keys(call: DecodeCall) -> tuple[Array, Array]:
@@ -155,6 +155,8 @@ def query_ring_decode(
     softcap: float | None = None,
     scale: float | None = None,
     sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    relative_bias: Array | None = None,
     out: Array | None = None,
     lse: Array | None = None,
     check: bool = True,
@@ -166,7 +168,7 @@ def query_ring_decode(
 
     Parameters
     ----------
-    q, cache, sequences, causal, window, softcap, scale, sinks, out, lse, check
+    q, cache, sequences, causal, window, softcap, scale, sinks, alibi_slopes, relative_bias, out, lse, check
         As in `tree_decode`.
 
     Returns
@@ -194,11 +196,9 @@ def query_ring_decode(
     ((1, 1, 8, 16), (1, 8, 1))
     """
     with cache.call("query_ring_decode") as collective:
-        return _pass_queries(
-            DecodeCall(
-                collective, cache, q, DecodeArguments(sequences, causal, window, softcap, scale, sinks, out, lse, check)
-            )
-        )
+        biases = alibi_slopes, relative_bias
+        given = DecodeArguments(sequences, causal, window, softcap, scale, sinks, *biases, out, lse, check)
+        return _pass_queries(DecodeCall(collective, cache, q, given))
 
 
 def _pass_queries(call: DecodeCall) -> tuple[Array, Array]:

@@ -49,6 +49,15 @@ class _Placed:
         """Number of a rank's tokens below `stop`; elementwise for arrays."""
         return self.layout.below(rank, np.asarray(stop, np.int64) - self.start)
 
+    def numbered(self, rank, first, last):
+        """Positions of a rank's tokens of this piece number `first` to `last`, without the last: int64."""
+        parts = [np.empty(0, np.int64)]
+        for tokens in self.layout.ranges(rank):
+            part = tokens[max(first, 0) : max(last, 0)]
+            parts.append(np.arange(part.start, part.stop, part.step) + self.start)
+            first, last = first - len(tokens), last - len(tokens)
+        return np.concatenate(parts)
+
     def counts(self, ranks, stop):
         """Number of tokens below `stop` on every rank: int64 (ranks,)."""
         return np.array([self.before(rank, stop) for rank in range(ranks)], np.int64)
@@ -86,6 +95,11 @@ class _Dealt:
             return np.zeros_like(stop)
         tokens = np.maximum(stop - self.start, 0)
         return dealt(tokens, self.members.index(rank), len(self.members), self.run)
+
+    def numbered(self, rank, first, last):
+        """As in `_Placed`."""
+        run, inside = np.divmod(np.arange(first, last), self.run)
+        return self.start + self.run * (run * len(self.members) + self.members.index(rank)) + inside
 
     def counts(self, ranks, stop):
         """As in `_Placed`."""
@@ -160,6 +174,21 @@ class Ledger:
         for number in range(first, last + 1):
             total += self._pieces[number].before(rank, np.minimum(positions, self._end(number)))
         return total
+
+    def numbered(self, rank, first, last):
+        """Positions of a rank's tokens number `first` to `last`, without the last: int64."""
+        parts = [np.empty(0, np.int64)]
+        if first < last:
+            self._tokens_before(len(self._pieces) - 1, rank)
+            ends = [*self._before[rank][1:], self.counts[rank].item()]
+            for number in range(bisect_right(ends, first), len(ends)):
+                start = self._before[rank][number]
+                part = max(first - start, 0), min(last, ends[number]) - start
+                if part[0] < part[1]:
+                    parts.append(self._pieces[number].numbered(rank, *part))
+                if last <= ends[number]:
+                    break
+        return np.concatenate(parts)
 
     def _piece_of(self, position):
         return bisect_right(self._starts, position) - 1

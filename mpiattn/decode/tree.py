@@ -30,6 +30,8 @@ def tree_decode(
     softcap: float | None = None,
     scale: float | None = None,
     sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    relative_bias: Array | None = None,
     mask: IntervalMask | None = None,
     algorithm: str = "auto",
     root: int | None = None,
@@ -64,6 +66,13 @@ def tree_decode(
     sinks : array, (heads,), default None
         Attention sinks in lse's dtype, the same on every rank: one more score for every query of a head, with
         value 0.
+    alibi_slopes : array, (heads,), default None
+        ALiBi, in lse's dtype, the same on every rank: -slope * (distance of key and query in their sequence) is added
+        to a score, after scale and softcap.
+    relative_bias : array, (heads or 1, 2 R + 1), default None
+        In lse's dtype, the same on every rank: a number for each distance, key's position - query's position, from -R
+        to R; farther keys have that of -R or R.  It is added to the scores, to alibi_slopes too; -inf hides a key.
+        There is no `relative_grid`: a sequence that grows fills no grid.
     mask : mask of `mpiattn.masks`, default None
         Hides more keys, such as `tree` with the tokens that a draft model proposes, or `global_tokens(4) | window(512,
         0)`.  Its positions are those of each sequence; it must fit the length of every sequence of the call.
@@ -94,7 +103,7 @@ def tree_decode(
     Raises
     ------
     ArgumentError
-        The same on every rank.
+        The same on every rank.  Also where the cache's back end computes without biases and one is given.
     CallError, PeerFailure, MpiattnError
         As in `KVCache`; with check=False no CallError.
 
@@ -111,7 +120,7 @@ def tree_decode(
     ((1, 1, 8, 16), (1, 8, 1))
     """
     with cache.call("tree_decode") as collective:
-        of_rings = sequences, causal, window, softcap, scale, sinks, out, lse, check
+        of_rings = sequences, causal, window, softcap, scale, sinks, alibi_slopes, relative_bias, out, lse, check
         call = DecodeCall(collective, cache, q, DecodeArguments(*of_rings, mask, algorithm, root), ALGORITHMS)
         if algorithm == "auto":
             algorithm = cache.algorithm(*call.partial_bytes, root)
