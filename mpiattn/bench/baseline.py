@@ -47,17 +47,32 @@ class Sdpa:
     """A pass of one of torch's back ends over the same arrays.  Raises RuntimeError where it is not possible.
 
     arrays: q, k, v, and dout for the backward pass, NumPy, (tokens, heads, dim).  kind: a name in
-    torch.nn.attention.SDPBackend, or None: torch chooses.
+    torch.nn.attention.SDPBackend, or None: torch chooses.  bias: NumPy, (heads, queries, keys), or None; bias_gradient:
+    whether the backward pass has its gradient too.
     """
 
-    def __init__(self, torch, arrays, causal, backward, on_gpu=False, kind=None, deterministic=False):
+    def __init__(
+        self,
+        torch,
+        arrays,
+        causal,
+        backward,
+        on_gpu=False,
+        kind=None,
+        deterministic=False,
+        bias=None,
+        bias_gradient=False,
+    ):
         self.torch, self.kind, self.deterministic = torch, kind, deterministic
         self.causal, self.on_gpu = causal, on_gpu
         self.grouped = arrays[0].shape[1] != arrays[1].shape[1]
         device = "cuda" if on_gpu else "cpu"
         self.inputs = [to_torch(torch, array, device) for array in arrays[:3]]
+        self.bias = None if bias is None else torch.from_numpy(bias)[None].to(self.inputs[0].dtype).to(device)
         self.dout, self.forward = None, None
         if backward:
+            if bias_gradient:
+                self.bias.requires_grad_()
             self.dout = to_torch(torch, arrays[3], device)
             for tensor in self.inputs:
                 tensor.requires_grad_()
@@ -81,7 +96,7 @@ class Sdpa:
 
     def _attention(self):
         return self.torch.nn.functional.scaled_dot_product_attention(
-            *self.inputs, is_causal=self.causal, enable_gqa=self.grouped
+            *self.inputs, attn_mask=self.bias, is_causal=self.causal, enable_gqa=self.grouped
         )
 
     def run(self):
@@ -90,7 +105,8 @@ class Sdpa:
             if self.forward is None:
                 with self.torch.inference_mode():
                     return [self._attention()]
-            return self.torch.autograd.grad(self.forward, self.inputs, self.dout, retain_graph=True)
+            of = [*self.inputs, *[self.bias] * (self.bias is not None and self.bias.requires_grad)]
+            return self.torch.autograd.grad(self.forward, of, self.dout, retain_graph=True)[:3]
 
     def seconds(self, times=1):
         """Seconds per pass, over `times` passes; measured with torch's events on a GPU."""

@@ -3,6 +3,7 @@
   mpiexec -n 2 python -m mpiattn.bench.sdpa --causal
   mpiexec -n 2 python -m mpiattn.bench.sdpa --causal --backward
   mpiexec -n 4 python -m mpiattn.bench.sdpa --all-tiles --seqlen 8192 --json sdpa.json
+  mpiexec -n 2 python -m mpiattn.bench.sdpa --bias dense --head-dim 64
 
 PyTorch computes the whole problem on --threads threads of rank 0's process while the other ranks sleep. Both are
 warmed up, checked against each other, and then measured in turn: mpiattn, torch, mpiattn, torch, ... The time of
@@ -21,7 +22,7 @@ from ..comm.agreement import agreement
 from ..comm.mesh import by_node
 from ..console import options
 from ..console.table import duration, facts, table
-from ..errors import MpiattnError, VerificationError
+from ..errors import ArgumentError, MpiattnError, VerificationError
 from ..model.machine import PRODUCTS
 from ..plan.mesh_attention import MeshAttention
 from ..schedule.tile import parse_tile, tiles
@@ -32,6 +33,7 @@ from . import environment, standalone
 from .baseline import TOLERANCE, Sdpa, load_torch
 from .turns import difference, in_turn, slowest, summary
 
+BIASES = "dense", "alibi"
 POLL = 2e-3  # seconds between polls of a sleeping rank
 SETTLE = 0.05  # seconds for OpenMP threads to stop spinning after their last work
 
@@ -48,6 +50,12 @@ def _arguments():
     parser.add_argument("--causal", action="store_true", help="a query sees the keys up to its own position")
     parser.add_argument("--backward", action="store_true", help="measure the backward pass alone")
     options.add_dtype(parser)
+    parser.add_argument(
+        "--bias",
+        choices=BIASES,
+        help="add a number of its own to each score (dense, with its gradient), or that of ALiBi; torch gets either as "
+        "attn_mask.  mpiattn without it is measured too",
+    )
     parser.add_argument("--threads", type=int, help="threads of torch (default: the number of ranks)")
     which = parser.add_mutually_exclusive_group()
     options.add(which, "tile")
@@ -62,13 +70,14 @@ class _Torch:
     It runs on the cores of all ranks of this host, since launchers may bind a rank to one core.
     """
 
-    def __init__(self, threads, cores, arrays, causal, backward):
+    def __init__(self, threads, cores, arrays, causal, backward, bias, bias_gradient):
         torch, self.cores = load_torch(), cores
         if torch is None:
             raise MpiattnError("torch is not installed; the `bench` extra has it: pip install 'mpiattn[bench]'")
         with _on_cores(cores):
             torch.set_num_threads(threads)
-            self.sdpa = Sdpa(torch, [array[0] for array in arrays], causal, backward)
+            arrays = [array[0] for array in arrays]
+            self.sdpa = Sdpa(torch, arrays, causal, backward, bias=bias, bias_gradient=bias_gradient)
 
     def seconds(self):
         """Those of one pass."""
@@ -110,14 +119,15 @@ def asleep(peers, work):
 class _Mesh:
     """A plan and this rank's chunks; calling it runs a pass and returns the results."""
 
-    def __init__(self, plan, chunks, backward):
-        self.plan, self.inputs, self.dout = plan, chunks[:3], chunks[3]
-        self.forward = plan.forward(*self.inputs) if backward else None
+    def __init__(self, plan, chunks, backward, bias):
+        self.plan, self.inputs, self.dout, self.bias = plan, chunks[:3], chunks[3], bias
+        self.forward = plan.forward(*self.inputs, **bias) if backward else None
 
     def __call__(self):
         if self.forward is None:
-            return self.plan.forward(*self.inputs)[:1]
-        return self.plan.backward(self.dout, *self.inputs, *self.forward)
+            return self.plan.forward(*self.inputs, **self.bias)[:1]
+        grads = self.plan.backward(self.dout, *self.inputs, *self.forward, **self.bias, bias_gradients=["bias"])
+        return grads[:3]
 
 
 def _check(args, ranks):
@@ -125,7 +135,33 @@ def _check(args, ranks):
     for name in ("seqlen", "heads", "head_dim", "runs", "threads"):
         options.check_least(name, getattr(args, name), 1)
     parse_tile(args.tile, ranks)
+    if args.bias and args.causal:
+        raise ArgumentError("--bias is given with --causal; torch takes only one of attn_mask and is_causal")
     return tiles(ranks) if args.all_tiles else [args.tile]
+
+
+def _slopes(args):
+    """ALiBi's, of heads that are a power of two."""
+    return (2.0 ** (-8 * np.arange(1, args.heads + 1) / args.heads)).astype(np.float32)
+
+
+def _whole_bias(args):
+    """The bias that torch gets, (heads, queries, keys), or None."""
+    if args.bias == "alibi":
+        tokens = np.arange(args.seqlen, dtype=np.float32)
+        return -_slopes(args)[:, None, None] * np.abs(tokens[None] - tokens[:, None])
+    if args.bias == "dense":
+        return np.random.default_rng(1).standard_normal((args.heads, args.seqlen, args.seqlen), np.float32)
+    return None
+
+
+def _own_bias(args, plan, whole):
+    """The arguments of a call of mpiattn that add the same; whole: on rank 0."""
+    if args.bias == "alibi":
+        return {"alibi_slopes": _slopes(args)}
+    if args.bias == "dense":
+        return {"bias": plan.scatter_bias(None if whole is None else whole[None])}
+    return {}
 
 
 def _host_of_rank_0(peers):
@@ -139,14 +175,15 @@ def _measure(job, args):
     comm, peers = job.comm, job.peers
     args.threads = comm.size if args.threads is None else args.threads
     local_ranks, cores = _host_of_rank_0(peers)
-    arrays, torch = [None] * 4, None
+    arrays, torch, whole = [None] * 4, None, None
     with agreement(peers):
         shapes = _check(args, comm.size)
         if comm.rank == 0:
             shape = (1, args.seqlen, args.heads, args.head_dim)
             random = np.random.default_rng(0)
             arrays = [random.standard_normal(shape, np.float32).astype(args.dtype, copy=False) for _ in arrays]
-            torch = _Torch(args.threads, cores, arrays, args.causal, args.backward)
+            whole = _whole_bias(args)
+            torch = _Torch(args.threads, cores, arrays, args.causal, args.backward, whole, args.bias == "dense")
     how = options.given(args, "seqlen", "heads", "head-dim", "dtype", "causal", "schedule", "route", "backend")
     plans, layout = [], args.layout
     with ExitStack() as stack:
@@ -154,9 +191,12 @@ def _measure(job, args):
             plans.append(stack.enter_context(MeshAttention(comm, tile=shape, layout=layout, **how)))
             layout = plans[0].q_layout, plans[0].k_layout  # the first plan's layout, for all
         chunks = [plans[0].scatter(array) for array in arrays]
-        passes = [_Mesh(plan, chunks, args.backward) for plan in plans]
+        passes = [_Mesh(plan, chunks, args.backward, _own_bias(args, plan, whole)) for plan in plans]
         differences = _compare(peers, args, passes, torch)
         works = {str(run.plan.tile): partial(slowest, peers, run) for run in passes}
+        if args.bias:
+            plain = _Mesh(plans[0], chunks, args.backward, {})
+            works["plain"] = partial(slowest, peers, plain)
         works["torch"] = lambda: asleep(peers, lambda: torch.seconds())
         seconds, differences = peers.allgather((in_turn(works, args.runs), differences))[0]
     direction, first = "backward" if args.backward else "forward", plans[0]
@@ -168,7 +208,7 @@ def _measure(job, args):
         return summary(name, seconds, **more, **speed)
 
     data = {
-        **options.given(args, "seqlen", "heads", "head-dim", "dtype", "causal"),
+        **options.given(args, "seqlen", "heads", "head-dim", "dtype", "causal", "bias"),
         "direction": direction,
         "flops": flops,
         "runs": args.runs,
@@ -184,6 +224,7 @@ def _measure(job, args):
                 result("mpiattn", seconds[tile], tile=tile, schedule=plan.schedule.name, difference=apart)
                 for tile, plan, apart in zip(seconds, plans, differences)
             ),
+            *[result("mpiattn without", seconds["plain"])] * bool(args.bias),
             result("torch", seconds["torch"], threads=args.threads),
         ],
     }
@@ -209,12 +250,13 @@ def _compare(peers, args, passes, torch):
 
 def _text(data):
     machine, versions = data["machine"], data["versions"]
-    worst = max(row["difference"] for row in data["results"][:-1])
+    worst = max(row["difference"] for row in data["results"] if "difference" in row)
     head = [
         (
             "problem",
             f"{data['seqlen']} tokens, {data['heads']} heads x {data['head_dim']}, {data['dtype']}, "
-            f"{'causal' if data['causal'] else 'full'}, {data['direction']}: {data['flops'] / 1e9:.4g} Gflop",
+            f"{'causal' if data['causal'] else 'full'}{', bias: ' + data['bias'] if data['bias'] else ''}, "
+            f"{data['direction']}: {data['flops'] / 1e9:.4g} Gflop",
         ),
         (
             "mpiattn",
@@ -234,6 +276,8 @@ def _text(data):
         name = (
             f"mpiattn {row['tile']} {row['schedule']}"
             if row["name"] == "mpiattn"
+            else f"mpiattn {data['results'][0]['tile']} without bias"
+            if row["name"] == "mpiattn without"
             else f"torch, {number(row['threads'], 'thread')}"
         )
         rows.append(

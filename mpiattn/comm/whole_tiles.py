@@ -21,9 +21,9 @@ def _pieces(tile, shape, itemsize, ranks):
         yield (..., some, slice(None)), (*leading, rows[some, None], columns)
 
 
-def _rounds(tiles, shape, itemsize, ranks):
-    """For every round a list of (rank, in the tile, in the whole)."""
-    parts = {rank: _pieces(tiles(rank), shape, itemsize, len(ranks)) for rank in ranks}
+def _rounds(tiles, shape, itemsize, ranks, some):
+    """For every round a list of (rank, in the tile, in the whole), of some of the ranks."""
+    parts = {rank: _pieces(tiles(rank), shape, itemsize, ranks) for rank in some}
     while parts:
         of_round = [(rank, *piece) for rank, pieces in parts.items() if (piece := next(pieces, None))]
         parts = {rank: parts[rank] for rank, *_ in of_round}
@@ -41,7 +41,7 @@ def scatter(peers, tiles, whole, tile, shape, root, max_message):
         return
     has = peers.rank == root
     with rounds.Rounds(peers, max_message) as messages:
-        for of_round in _rounds(tiles, shape, tile.itemsize, range(peers.size) if has else [peers.rank]):
+        for of_round in _rounds(tiles, shape, tile.itemsize, peers.size, range(peers.size) if has else [peers.rank]):
             for rank, in_tile, in_whole in of_round:
                 if not has:
                     messages.receive(root, tile[in_tile])
@@ -64,7 +64,7 @@ def gather(peers, tiles, tile, shape, root, max_message, sending):
     whole = np.empty(shape, tile.dtype) if gets else None
     some = [rank for rank in (range(peers.size) if gets else [peers.rank]) if sending(rank)]
     with rounds.Rounds(peers, max_message) as messages:
-        for of_round in _rounds(tiles, shape, tile.itemsize, some):
+        for of_round in _rounds(tiles, shape, tile.itemsize, peers.size, some):
             received = []
             for rank, in_tile, in_whole in of_round:
                 if not gets:

@@ -3,6 +3,7 @@
 All values are (sequences, heads, tokens, keys), where the length of an axis is 1 if it is the same for all.
 """
 
+from functools import cached_property
 from itertools import accumulate, pairwise, product
 
 import numpy as np
@@ -39,7 +40,7 @@ class Side:
 
     def only(self, some):
         """Some of these tokens, a slice."""
-        return Side(self.layout, self.chunk, self.ranges, np.arange(len(self))[self._picked][some])
+        return Side(self.layout, self.chunk, self.ranges, np.arange(total(self.ranges))[self._picked][some])
 
     @property
     def _picked(self):
@@ -51,12 +52,12 @@ class Side:
             return len(self.some)
         return count if self.some is None else len(range(count)[self.some])
 
-    @property
+    @cached_property
     def indices(self):
         """Their numbers in the chunk: increasing, int64."""
         return np.concatenate([np.arange(*tokens) for tokens in self.ranges])[self._picked]
 
-    @property
+    @cached_property
     def positions(self):
         """Their positions in the sequence: int64."""
         parts = positions(self.layout, self.chunk, self.ranges)

@@ -12,6 +12,8 @@ from random_cases import draw_case
 from runs import my_chunks, problem_of, subcomm
 
 from mpiattn import MeshAttention
+from mpiattn.comm import rounds
+from mpiattn.engine import biases
 
 SEED = draws.seed()
 CASES = int(os.environ.get("MPIATTN_CASES", "12"))
@@ -80,6 +82,13 @@ def complaint(comm, case, drawn, backend):
         if off > limit * scale:
             return f"{backend}: {name} is off by {off:.2e}, of {scale:.2e}"
     return None
+
+
+@pytest.fixture(autouse=True)
+def pieces_of_few_rows(monkeypatch):
+    """Whole biases go to their tiles in many messages, and work arrays hold a few rows."""
+    monkeypatch.setattr(rounds, "PIECE_BYTES", 2000)
+    monkeypatch.setattr(biases, "PIECE", 500)
 
 
 @pytest.mark.many
