@@ -24,7 +24,6 @@ from mpiattn.schedule.regroup import (
     every_tile,
     heads_of,
     mean_sent,
-    of_keys,
     plane_problem,
     shared,
     split,
@@ -112,7 +111,7 @@ def test_every_token_and_head_comes_once(monkeypatch, most):
     for regrouping in regroupings():
         problem, tile = regrouping.problem, regrouping.tile
         for array in (Q, K):
-            keys, total = of_keys(array), getattr(problem, array.heads)
+            keys, total = array.keys, getattr(problem, array.heads)
             outer, inner = regrouping.outer[keys], regrouping.inner[keys]
             parts = [regrouping.parts(rank, array, given=True) for rank in range(tile.ranks)]
             sent = {}
@@ -142,11 +141,11 @@ def test_every_token_and_head_comes_once(monkeypatch, most):
 
 def in_the_callers_array(regrouping, rank, array, outward):
     """Whether all that a rank sends of an array lies in it as in the messages."""
-    problem, tokens = regrouping.problem, regrouping.outer[of_keys(array)].length(rank)
+    problem, tokens = regrouping.problem, regrouping.outer[array.keys].length(rank)
     whole = np.zeros((problem.batch, tokens, getattr(problem, array.heads)))
     regions = [whole[part.sequences, part.shared.outer, part.heads] for part in outward if part.peer != rank]
     as_message = regrouping.by_sequence or all(len(region) == 1 for region in regions)
-    as_message &= not regrouping.joined(of_keys(array))
+    as_message &= not regrouping.joined(array.keys)
     return as_message and all(region.flags.c_contiguous for region in regions)
 
 
@@ -161,7 +160,7 @@ def test_ranks_together_exchange_what_each_does():
             for given in (False, True):
                 for array in arrays_of(regrouping.problem, direction, given):
                     nbytes, parts = regrouping.token_bytes(array, given), regrouping.parts(rank, array, given)
-                    joined = regrouping.joined(of_keys(array))
+                    joined = regrouping.joined(array.keys)
                     for part in parts[given]:
                         if part.peer != rank:
                             crossing = nodes[part.peer] != nodes[rank]
