@@ -18,6 +18,7 @@ typedef uint64_t long_words __attribute__((vector_size(VBYTES)));
 struct dropped {
     long start, stop;  // columns [start, stop) of a block
     long calls;
+    uint32_t last;  // counter
     int in_order;  // whether the words of the columns lie one after another
     uint32_t counter[MOST_COLUMNS + CALLS];  // of the calls, each where `lane_of` has it
     int32_t word[MOST_COLUMNS + LANES];  // of each column
@@ -27,21 +28,25 @@ struct dropped {
 INLINE long lane_of(long call) { return call / CALLS * CALLS + call % QUARTERS * 4 + call % CALLS / QUARTERS; }
 
 INLINE void begin_dropped(struct dropped* dropped, long start) {
-    dropped->start = dropped->stop = start, dropped->calls = 0, dropped->in_order = 1;
+    dropped->start = dropped->stop = start, dropped->calls = dropped->last = 0, dropped->in_order = 1;
 }
 
 // Adds `count` columns: those of the keys from `first` on, or those listed.
 static void add_dropped(const struct launch* of, const int32_t* key, long first, long count, struct dropped* dropped) {
-    int32_t* word = dropped->word + (dropped->stop - dropped->start);
+    const long before = dropped->stop - dropped->start;
     long calls = dropped->calls;
-    for (long n = 0; n < count; n++, word++) {
-        const uint32_t position = of->dropout.keys[key ? key[n] : first + n];
-        if (!calls || dropped->counter[lane_of(calls - 1)] != position / 4)
-            dropped->counter[lane_of(calls++)] = position / 4;
-        *word = 4 * (calls - 1) + position % 4;
-        dropped->in_order &= word == dropped->word || word[0] == word[-1] + 1;
+    uint32_t last = dropped->last;
+    int in_order = dropped->in_order;
+    for (long n = before; n < before + count; n++) {
+        const uint32_t position = of->dropout.keys[key ? key[n - before] : first + n - before];
+        if (!calls || last != position / 4) {
+            last = position / 4;
+            dropped->counter[lane_of(calls++)] = last;
+        }
+        dropped->word[n] = 4 * (calls - 1) + position % 4;
+        in_order &= dropped->word[n] == dropped->word[0] + n;
     }
-    dropped->calls = calls, dropped->stop += count;
+    dropped->calls = calls, dropped->last = last, dropped->in_order = in_order, dropped->stop += count;
 }
 
 // The columns of a tile whose first is key `first`, or that number of the columns in work, from `start` to `stop`;
@@ -54,21 +59,26 @@ static void begin_dropped_columns(const struct launch* of, const struct rows* ro
                 min(stop, all - first) - start, dropped);
 }
 
+#define LOW_HALVES 0xa0  // of each product, in both of its words
+#define HIGH_HALVES 0xf5
+
 // The products of a vector's words with a number: their high halves, and in `low` the low ones.
 INLINE words product_words(words x, uint32_t factor, words* low) {
 #if defined(__AVX512F__)
-    const __m512i by = _mm512_set1_epi32(factor);
-    const long_words even = (long_words)_mm512_mul_epu32((__m512i)x, by);
-    const long_words odd = (long_words)_mm512_mul_epu32(_mm512_srli_epi64((__m512i)x, 32), by);
+    const __m512i by = _mm512_set1_epi32(factor), even = _mm512_mul_epu32((__m512i)x, by);
+    const __m512i odd = _mm512_mul_epu32(_mm512_shuffle_epi32((__m512i)x, (_MM_PERM_ENUM)HIGH_HALVES), by);
+    *low = (words)_mm512_mask_shuffle_epi32(even, 0xaaaa, odd, (_MM_PERM_ENUM)LOW_HALVES);
+    return (words)_mm512_mask_shuffle_epi32(odd, 0x5555, even, (_MM_PERM_ENUM)HIGH_HALVES);
 #elif defined(__AVX2__)
-    const __m256i by = _mm256_set1_epi32(factor);
-    const long_words even = (long_words)_mm256_mul_epu32((__m256i)x, by);
-    const long_words odd = (long_words)_mm256_mul_epu32(_mm256_srli_epi64((__m256i)x, 32), by);
+    const __m256i by = _mm256_set1_epi32(factor), even = _mm256_mul_epu32((__m256i)x, by);
+    const __m256i odd = _mm256_mul_epu32(_mm256_shuffle_epi32((__m256i)x, HIGH_HALVES), by);
+    *low = (words)_mm256_blend_epi32(even, _mm256_shuffle_epi32(odd, LOW_HALVES), 0xaa);
+    return (words)_mm256_blend_epi32(_mm256_shuffle_epi32(even, HIGH_HALVES), odd, 0xaa);
 #else
     const long_words even = ((long_words)x & 0xffffffff) * factor, odd = ((long_words)x >> 32) * factor;
-#endif
     *low = (words)((even & 0xffffffff) | odd << 32);
     return (words)(even >> 32 | (odd & ~(uint64_t)0xffffffff));
+#endif
 }
 
 // The words of CALLS calls, those of one after another, from vectors of each call's first word, second and so on.
