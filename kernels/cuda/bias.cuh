@@ -1,8 +1,8 @@
-// A bias of scores and its gradient, numbers by sequence, head, token and key.
+// A bias of scores: numbers by sequence, head, token and key.  Its gradient is in bias_gradient.cuh.
 //
-// -DBIAS= says how many numbers of a row are read at a time: 2 if all rows are aligned for that, else 1; 0, or nothing,
-// if there is no bias.  Its elements are of type BIAS_ELEMENT.  -DDBIAS= says the same of the gradient that gradient_q
-// adds to.  An axis of length 1 has the stride 0.  A row's numbers lie one after another.
+// -DBIAS= says how many numbers of a row are read at a time: 2 if all rows begin and end so that they can be, else 1;
+// 0, or nothing, if there is no bias.  Its elements are of type BIAS_ELEMENT.  An axis of length 1 has the stride 0.  A
+// row's numbers lie one after another.
 //
 // A lane reads what it needs where it needs it, in the register layout of scores (warp.cuh).  A row's 8 columns are 32
 // bytes of float32, a whole sector of memory, which its four lanes read two numbers at a time.  A tile in shared memory
@@ -15,11 +15,13 @@
 #include "rows.cuh"
 #include "softmax.cuh"
 
+// bias_unit is 1 in units of transformed scores (softmax.cuh), which are then multiplied by `factor`.
+//
 // The names of arguments that a kernel does not have stand for constants, which the compiler folds.
 #if BIAS
 #define BIAS_ARGUMENTS                                                                             \
     , const BIAS_ELEMENT *__restrict__ bias_numbers, long long bias_sequence, long long bias_head, \
-        long long bias_token, int bias_heads
+        long long bias_token, int bias_heads, float bias_unit
 #else
 #define BIAS 0
 #define BIAS_ELEMENT float
@@ -27,6 +29,7 @@
 constexpr const float* bias_numbers = nullptr;
 constexpr long long bias_sequence = 0, bias_head = 0, bias_token = 0;
 constexpr int bias_heads = 1;
+constexpr float bias_unit = 0;
 #endif
 
 constexpr bool BIAS_FIRST = BIAS && SCORE == 0 && sizeof(ELEMENT) == 2;  // float32 scores would be rounded more
@@ -46,33 +49,34 @@ struct Numbers {
 };
 using Bias = Numbers<const BIAS_ELEMENT>;
 
-// The bias in units of transformed scores (softmax.cuh), which are then multiplied by `factor`.
-__device__ __forceinline__ float unit_of_bias(float factor) { return BIAS ? LOG2_E / factor : 0; }
-
-// A lane's numbers of a row, in its columns of N pieces of 8, of which the first is column `first` of the row; 0 from
-// column `count` on.  Pairs begin with even columns.
-template <int N, bool INSIDE>
-__device__ __forceinline__ void read_row(float2 (&to)[N], const BIAS_ELEMENT* row, int column, int count) {
+// A lane's numbers of a row, in its columns of N pieces of 8, of which the first is column `first` of the row.  Columns
+// from `count` on, which no row sees, get what some other column has.  With pairs, `first` and `count` are even.
+template <int N>
+__device__ __forceinline__ void read_row(float2 (&to)[N], const BIAS_ELEMENT* row, int first, int count) {
+    const int column = first + thread_index_anew() % 4 * 2;
+    const auto read = [&](const BIAS_ELEMENT* at, const BIAS_ELEMENT* next) {
+        if (BIAS == 1)
+            return make_float2(to_float(*at), to_float(*next));
+        const Elements<BIAS_ELEMENT, 2> pair = load<2>(at);
+        return make_float2(to_float(pair.element[0]), to_float(pair.element[1]));
+    };
+    if (first + 8 * N <= count) {
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
-        const BIAS_ELEMENT* at = row + column + 8 * n;
-        const int left = INSIDE ? 2 : count - column - 8 * n;
-        if (BIAS > 1 && left > 1) {
-            const Elements<BIAS_ELEMENT, 2> pair = load<2>(at);
-            to[n] = make_float2(to_float(pair.element[0]), to_float(pair.element[1]));
-        } else {
-            to[n] = make_float2(left > 0 ? to_float(at[0]) : 0, left > 1 ? to_float(at[1]) : 0);
-        }
+        for (int n = 0; n < N; ++n)
+            to[n] = read(row + column + 8 * n, row + column + 8 * n + 1);
+    } else {
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+            to[n] = read(row + min(column + 8 * n, count - BIAS), row + min(column + 8 * n + 1, count - 1));
     }
 }
 
-template <int N>
-__device__ __forceinline__ void read_row(float2 (&to)[N], const BIAS_ELEMENT* row, int first, int count) {
-    const int column = first + lane_index() % 4 * 2;
-    if (first + 8 * N <= count)
-        read_row<N, true>(to, row, column, count);
-    else
-        read_row<N, false>(to, row, column, count);
+// This lane's first row of a tile whose rows are divided among SETS warps, 16 * M each.  Read anew where it is needed:
+// addresses that were kept over the loop would take registers from the sums.
+template <int M, int SETS>
+__device__ __forceinline__ int row_anew(int first) {
+    const int thread = thread_index_anew();
+    return first + thread / 32 % SETS * 16 * M + thread % 32 / 4;
 }
 
 // Adds the bias in some unit to scores of the packed rows from `row` on, those of this lane 8 apart, and the columns
@@ -113,46 +117,4 @@ __device__ __forceinline__ void add_bias_of_keys(float (&score)[M][N][4], const 
             const float of = number_of_key(bias, column + 8 * n + e, rows, key + 16 * m + 8 * h, keys);
             score[m][n][2 * h + e] = fmaf(of, unit, score[m][n][2 * h + e]);
         }
-}
-
-#if DBIAS
-#define DBIAS_ARGUMENTS                                                                                         \
-    , float *__restrict__ dbias_numbers, long long dbias_sequence, long long dbias_head, long long dbias_token, \
-        int sharers, int sharers_apart, int owners_apart, int per_kv
-#else
-#define DBIAS 0
-#define DBIAS_ARGUMENTS
-constexpr float* dbias_numbers = nullptr;
-constexpr long long dbias_sequence = 0, dbias_head = 0, dbias_token = 0;
-constexpr int sharers = 1, sharers_apart = 0, owners_apart = 1, per_kv = 1;
-#endif
-
-// Adds a lane's numbers to a row of the gradient, in the columns of read_row.  All are read before one is written.
-template <int N>
-__device__ __forceinline__ void add_to_row(float* row, const float2 (&of)[N], int first, int count) {
-    const int column = first + lane_index() % 4 * 2;
-    float2 sum[N];
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-        const float* at = row + column + 8 * n;
-        const int left = count - column - 8 * n;
-        if (DBIAS > 1 && left > 1)
-            sum[n] = *reinterpret_cast<const float2*>(at);
-        else
-            sum[n] = make_float2(left > 0 ? at[0] : 0, left > 1 ? at[1] : 0);
-    }
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-        float* at = row + column + 8 * n;
-        const int left = count - column - 8 * n;
-        sum[n].x += of[n].x, sum[n].y += of[n].y;
-        if (DBIAS > 1 && left > 1) {
-            *reinterpret_cast<float2*>(at) = sum[n];
-        } else {
-            if (left > 0)
-                at[0] = sum[n].x;
-            if (left > 1)
-                at[1] = sum[n].y;
-        }
-    }
 }

@@ -181,7 +181,6 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
         return Interval{of.x, of.y};
     };
     const Bias bias(bias_numbers, bias_sequence, bias_head, bias_token, sequence, rows.first_head % bias_heads);
-    const float unit = unit_of_bias(factor);
     const Dropout dropout = {drop_rows, drop_keys, drop_heads + rows.first_head, rows.count, count,
                              drop_below, drop_factor, seed_low, seed_high};
     float acc[M][D][4];
@@ -204,14 +203,17 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
         const bool masked = !hull.covers(first, first + TILE_COLUMNS);
         const unsigned keys_at = K_AT + tile % STAGES * KTile::BYTES;
         float score[M][N][4];
-        set_zero(score);
-        if constexpr (BIAS_FIRST)
-            add_bias(score, bias, my_row, rows.count, first, count, unit);
+        if constexpr (BIAS_FIRST) {
+            set_zero(score);
+            add_bias(score, bias, row_anew<M, ROW_WARPS>(first_row), rows.count, first, count, bias_unit);
+        }
         wait_copies<SHARED_KV ? STAGES - 1 : 2 * STAGES - 2>();
         __syncthreads();                                             // K has arrived; V of the previous tile is free
         if (!SHARED_KV)
             load_v(tile + STAGES - 1);
 
+        if constexpr (!BIAS_FIRST)
+            set_zero(score);
         Product<T>::template with_rows<QTile, KTile>(score, Q_AT, warp_row, keys_at);
 #pragma unroll
         for (int m = 0; m < M; ++m)
@@ -221,7 +223,7 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
                 for (int i = 0; i < 4; ++i)
                     score[m][n][i] = transform(score[m][n][i], inner);
         if constexpr (BIAS_LAST)
-            add_bias(score, bias, my_row, rows.count, first, count, unit);
+            add_bias(score, bias, row_anew<M, ROW_WARPS>(first_row), rows.count, first, count, bias_unit);
         if (masked)
             hide_unseen(score, seen, first);
 
@@ -233,7 +235,7 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
             load_k(tile + STAGES);                                   // V has arrived; K is free
         softmax.weigh(score, acc, factor);
         if constexpr (DROPOUT)
-            drop(score, dropout, my_row, first);
+            drop(score, dropout, row_anew<M, ROW_WARPS>(first_row), first);
         if (careful)
             product_of_seen<VTile>(acc, score, values, first_column,
                                     [&](int m, int h, int j) { return seen(m, h).sees(first + j); });

@@ -22,6 +22,7 @@
 #include "rows.cuh"
 #include "softmax.cuh"
 
+constexpr float LOG2_E = 1.44269504088896341f;
 constexpr int DEPTH = padded(HEAD_DIM, SHARED_KV ? 64 * PARTS : 32),
               VALUE_DEPTH = padded(VALUE_DIM, SHARED_KV ? 64 : 32);
 

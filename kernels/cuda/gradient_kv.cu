@@ -31,6 +31,7 @@
 #define KEY_SUMS 0
 #define KEY_SUMS_ARGUMENTS
 constexpr float* key_sums = nullptr;
+constexpr int per_kv = 1;
 #endif
 
 using T = ELEMENT;
@@ -179,7 +180,6 @@ gradient_kv(const T* __restrict__ q, const T* __restrict__ dout, const float* __
     chunk.copy<KTile, HEAD_DIM, THREADS>(K_AT, k, first_key);
     if (!SHARED_KV)
         chunk.copy<VTile, VALUE_DIM, THREADS>(V_AT, v, first_key);
-    const float unit = unit_of_bias(factor);
     for (int head = 0;;) {                                           // with KEY_SUMS of the query heads, else of all in one
 #pragma unroll
     for (int stage = 0; stage + 1 < STAGES; ++stage)
@@ -197,10 +197,10 @@ gradient_kv(const T* __restrict__ q, const T* __restrict__ dout, const float* __
         const int first_row = next_row;
         const unsigned queries_at = Q_AT + slot * QTile::BYTES, grads_at = G_AT + slot * GTile::BYTES;
         float score[M][N][4], product[M][N][4];
-        set_zero(score);
-        set_zero(product);
-        if constexpr (BIAS_FIRST)
-            add_bias_of_keys(score, bias, first_row + warp_column, rows.count, my_key, keys, unit);
+        if constexpr (BIAS_FIRST) {
+            set_zero(score);
+            add_bias_of_keys(score, bias, first_row + warp_column, rows.count, my_key, keys, bias_unit);
+        }
         if constexpr (STAGES == 1) {
             __syncthreads();                                         // the previous tile's buffers are free
             load();
@@ -212,6 +212,9 @@ gradient_kv(const T* __restrict__ q, const T* __restrict__ dout, const float* __
         if constexpr (STAGES > 1)
             load();
 
+        if constexpr (!BIAS_FIRST)
+            set_zero(score);
+        set_zero(product);
         Product<T>::template with_rows<KTile, QTile, DEPTH, UNROLL>(score, K_AT, warp_row, queries_at, warp_column);
         Product<T>::template with_rows<VTile, GTile, VALUE_DEPTH, UNROLL>(product, V_AT, warp_row, grads_at, warp_column);
         const auto seen_by = [&](int j) {
@@ -235,7 +238,7 @@ gradient_kv(const T* __restrict__ q, const T* __restrict__ dout, const float* __
                         const int key = my_key + 16 * m + 8 * h;
                         float of_bias = 0, kept = 1;
                         if constexpr (BIAS_LAST)
-                            of_bias = number_of_key(bias, row, rows.count, key, keys) * unit;
+                            of_bias = number_of_key(bias, row, rows.count, key, keys) * bias_unit;
                         if constexpr (DROPOUT)
                             kept = dropout.of(row, dropout.key(key));
                         gradient[m][h] = differentiate(score[m][n][2 * h + e], product[m][n][2 * h + e], base,

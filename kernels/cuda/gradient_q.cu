@@ -16,6 +16,7 @@
 // For bfloat16 and head dim 128 they are 64 x 64, 4 warps, 1 stage, 1 part, and on sm_90 and sm_100 128 x 32, 4 warps,
 // 2 stages, 1 part.
 
+#include "bias_gradient.cuh"
 #include "gradient.cuh"
 
 using T = ELEMENT;
@@ -82,7 +83,6 @@ gradient_q(const T* __restrict__ q, const T* __restrict__ dout, const float* __r
     const int sequence = rows.first_head / bias_heads, of_head = rows.first_head % bias_heads;
     const Bias bias(bias_numbers, bias_sequence, bias_head, bias_token, sequence, of_head);
     const Numbers<float> dbias(dbias_numbers, dbias_sequence, dbias_head, dbias_token, sequence, of_head);
-    const float unit = unit_of_bias(factor);
     const Dropout dropout = {drop_rows, drop_keys, drop_heads + rows.first_head, rows.count, keys,
                              drop_below, drop_factor, seed_low, seed_high};
     float acc[M][D][4];
@@ -103,15 +103,18 @@ gradient_q(const T* __restrict__ q, const T* __restrict__ dout, const float* __r
             load(tile);
         }
         float score[M][N][4], product[M][N][4];
-        set_zero(score);
-        set_zero(product);
-        if constexpr (BIAS_FIRST)
-            add_bias(score, bias, my_row, rows.count, first, keys, unit);
+        if constexpr (BIAS_FIRST) {
+            set_zero(score);
+            add_bias(score, bias, row_anew<M, WARPS>(first_row), rows.count, first, keys, bias_unit);
+        }
         wait_copies<(STAGES > 1 ? STAGES - 2 : 0)>();
         const bool careful = __syncthreads_or(masked && copied_not_finite<KTile, THREADS>(keys_at));
         if constexpr (STAGES > 1)
             load(tile + STAGES - 1);
 
+        if constexpr (!BIAS_FIRST)
+            set_zero(score);
+        set_zero(product);
         Product<T>::template with_rows<QTile, KTile>(score, Q_AT, warp_row, keys_at);
         Product<T>::template with_rows<GTile, VTile>(product, G_AT, warp_row, values_at);
         const auto sees = [&](int m, int h, int j) { return row_at(m, h).keys.sees(first + j); };
@@ -120,7 +123,8 @@ gradient_q(const T* __restrict__ q, const T* __restrict__ dout, const float* __r
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const Row row = row_at(m, h);
-                const int column = first + lane_index() % 4 * 2, number = my_row + 16 * m + 8 * h;
+                const int column = first + lane_index() % 4 * 2;
+                const int number = row_anew<M, WARPS>(first_row) + 16 * m + 8 * h;
                 float2 of_bias[N] = {}, gradient[N];
                 if constexpr (BIAS_LAST)
                     read_row(of_bias, bias.row(min(number, rows.count - 1)), first, keys);
@@ -130,9 +134,9 @@ gradient_q(const T* __restrict__ q, const T* __restrict__ dout, const float* __r
                     if constexpr (DROPOUT)
                         kept = dropout.of(number, dropout.key(column + 8 * n), dropout.key(column + 8 * n + 1));
                     gradient[n].x = differentiate(score[m][n][2 * h], product[m][n][2 * h], row.base, row.delta, inner,
-                                                  factor, of_bias[n].x * unit, kept.x);
+                                                  factor, of_bias[n].x * bias_unit, kept.x);
                     gradient[n].y = differentiate(score[m][n][2 * h + 1], product[m][n][2 * h + 1], row.base, row.delta,
-                                                  inner, factor, of_bias[n].y * unit, kept.y);
+                                                  inner, factor, of_bias[n].y * bias_unit, kept.y);
                 }
                 if (masked)
 #pragma unroll

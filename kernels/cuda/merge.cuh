@@ -5,7 +5,7 @@
 
 #pragma once
 
-constexpr float LN_2 = 0.693147180559945309f, LOG2_E = 1.44269504088896341f;
+constexpr float LN_2 = 0.693147180559945309f;
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000); }
 

@@ -5,11 +5,12 @@ A kernel gets them as optional arguments after all others.  Blocks without them 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from typing import NamedTuple
 
 import numpy as np
 
-from .tile_table import element
+from .tile_table import element, score_form
 
 PAIR = 2  # numbers of a row that a kernel reads at a time, if all rows are aligned for that
 
@@ -31,7 +32,8 @@ class Rows(NamedTuple):
         """Of an array (sequences or 1, heads or 1, tokens or 1, keys) at an address."""
         size = array.itemsize
         strides = tuple(0 if n == 1 else stride // size for n, stride in zip(array.shape[:3], array.strides))
-        return cls(element(array.dtype.name), _width(size, address, strides), array.shape[:3], strides)
+        width = _width(size, address, (*strides, array.shape[3]))
+        return cls(element(array.dtype.name), width, array.shape[:3], strides)
 
     @classmethod
     def of_pages(cls, array, address, sequences):
@@ -51,8 +53,9 @@ class Rows(NamedTuple):
         return tuple(map(np.int64, self.strides))
 
 
-def _width(itemsize, address, strides):
-    return 1 if address % (PAIR * itemsize) or any(stride % PAIR for stride in strides) else PAIR
+def _width(itemsize, address, numbers):
+    """numbers: strides, and the keys of a row: a pair must not end behind them."""
+    return 1 if address % (PAIR * itemsize) or any(number % PAIR for number in numbers) else PAIR
 
 
 class Extras(NamedTuple):
@@ -95,14 +98,17 @@ class Extras(NamedTuple):
             options.append(("DROPOUT", 1))
         return tuple(options)
 
-    def of_bias(self, bias, heads):
-        """The arguments of a bias.  heads: of all sequences."""
-        if bias is None:
+    def of_bias(self, block):
+        """The arguments of a block's bias."""
+        if self.bias is None:
             return ()
-        return bias, *self.bias.numbers(), np.int32(self.bias.heads_of_sequence(heads))
+        _, _, factor = score_form(block.scale, block.softcap)
+        heads = self.bias.heads_of_sequence(block.q.shape[1])
+        return block.bias, *self.bias.numbers(), np.int32(heads), np.float32(math.log2(math.e) / factor)
 
 
 def options_of(extras, work):
+    """The constants of a kernel of a block with `Extras` or None."""
     return () if extras is None else extras.options(work)
 
 

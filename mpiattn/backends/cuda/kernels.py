@@ -93,14 +93,10 @@ class KernelLaunches:
             )
         )
         begin, end = self._numbers(block.begin, block.end)
-        more = () if extras is None else (*self._of_bias(extras, block), *self._of_dropout(block))
+        more = () if extras is None else (*extras.of_bias(block), *self._of_dropout(block))
         self._run(launch.kernel, launch.grid, *self._arrays(block), begin, end, *into, *launch.numbers, *more)
         if splits > 1:
             self._merge((out, lse), into, begin, 0, lse.size, splits, splits)  # `begin` is not read
-
-    def _of_bias(self, extras, block):
-        """The arguments of a block's bias, if it has one."""
-        return extras.of_bias(block.bias, block.q.shape[1])
 
     def _of_dropout(self, block):
         return of_dropout(block.dropout, lambda positions: self.contiguous(positions, 4))
@@ -138,7 +134,7 @@ class KernelLaunches:
             lse,
             *into,
             *launch.numbers,
-            *(() if extras is None else self._of_bias(extras, block)),
+            *(() if extras is None else extras.of_bias(block)),
         )
         if work.parts:
             self._merge((out, lse), into, work.array, 4 * work.items, rows * lse.shape[1], work.most, 0)
@@ -202,7 +198,7 @@ class KernelLaunches:
         inputs = q, dout, lse, delta, k, v, begin, end
         more_of_q = more_of_kv = ()
         if extras is not None:
-            of_bias, of_gradient, of_sums, dropout = self._of_bias(extras, block), (), (), self._of_dropout(block)
+            of_bias, of_gradient, of_sums, dropout = extras.of_bias(block), (), (), self._of_dropout(block)
             if key_sums:
                 sums_launch, sums_shape = key_sums
                 of_queries = self._work_array("key sums", sums_shape, "float32")

@@ -58,7 +58,9 @@ class BlockShape(NamedTuple):
         """Of a `mpiattn.backends.block.BlockInputs`."""
         q, k, v = block[:3]
         shared_kv, page_size = v is None, block.page_size or 0
-        return cls(q.shape, k.shape, value_dim, groups, q.dtype, block.scale, block.softcap, page_size, shared_kv, extras)
+        return cls(
+            q.shape, k.shape, value_dim, groups, q.dtype, block.scale, block.softcap, page_size, shared_kv, extras
+        )
 
 
 def _alignment(dim):
@@ -163,7 +165,9 @@ def backward_launches(of, architecture, processors):
         of_sums = key_sums(extras.dbias, (splits * kv_cut.column_warps, heads, keys))
     q_tiles = -(-tokens * owners.packed // q_cut.rows)
     return (
-        Launch(of_q, (q_tiles * owners.count, q_cut.parts, 1), numbers, _alignment(head_dim), owners.numbers(all_packed)),
+        Launch(
+            of_q, (q_tiles * owners.count, q_cut.parts, 1), numbers, _alignment(head_dim), owners.numbers(all_packed)
+        ),
         Launch(hulls_kernel(packed, kv_cut), (tiles * groups, 1, 1), (np.int32(tokens),)),
         Launch(
             of_kv,
@@ -202,7 +206,10 @@ def key_sums(dbias, shape):
     """The `Launch` that adds sums (parts, heads, keys) of gradient_kv to a gradient, and the shape.  dbias: `Rows`."""
     parts, heads, keys = shape
     (own_sequences, own_heads, _), of_sequence = dbias.shape, dbias.heads_of_sequence(heads)
-    numbers = *dbias.numbers()[:2], *map(np.int32, (keys, heads // of_sequence, of_sequence, own_sequences, own_heads, parts))
+    numbers = (
+        *dbias.numbers()[:2],
+        *map(np.int32, (keys, heads // of_sequence, of_sequence, own_sequences, own_heads, parts)),
+    )
     grid = -(-own_sequences * own_heads * keys // THREADS), 1, 1
     return Launch(partials_kernel("add_key_sums", "float32"), grid, numbers), shape
 
