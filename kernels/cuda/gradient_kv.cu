@@ -180,139 +180,139 @@ gradient_kv(const T* __restrict__ q, const T* __restrict__ dout, const float* __
     chunk.copy<KTile, HEAD_DIM, THREADS>(K_AT, k, first_key);
     if (!SHARED_KV)
         chunk.copy<VTile, VALUE_DIM, THREADS>(V_AT, v, first_key);
-    for (int head = 0;;) {                                           // with KEY_SUMS of the query heads, else of all in one
+    for (int head = 0;;) {  // each query head with KEY_SUMS, else all at once
 #pragma unroll
-    for (int stage = 0; stage + 1 < STAGES; ++stage)
-        load();
-    const int sequence = rows.first_head / bias_heads, of_head = rows.first_head % bias_heads;
-    const Bias bias(bias_numbers, bias_sequence, bias_head, bias_token, sequence, of_head);
-    const Dropout dropout = {drop_rows, drop_keys, drop_heads + rows.first_head, rows.count, keys,
-                             drop_below, drop_factor, seed_low, seed_high};
-    float key_sum[M][2] = {};
-
-    // A turn is counted or toggles, whichever form takes fewer registers.
-    for (int turn = 0; state != RowTiles::NONE; turn = COLUMN_WARPS == 1 ? turn + 1 : STAGES - 1 - turn) {
-        const int slot = COLUMN_WARPS == 1 ? turn % STAGES : turn;
-        const bool masked = state == RowTiles::MASKED;
-        const int first_row = next_row;
-        const unsigned queries_at = Q_AT + slot * QTile::BYTES, grads_at = G_AT + slot * GTile::BYTES;
-        float score[M][N][4], product[M][N][4];
-        if constexpr (BIAS_FIRST) {
-            set_zero(score);
-            add_bias_of_keys(score, bias, first_row + warp_column, rows.count, my_key, keys, bias_unit);
-        }
-        if constexpr (STAGES == 1) {
-            __syncthreads();                                         // the previous tile's buffers are free
+        for (int stage = 0; stage + 1 < STAGES; ++stage)
             load();
-        }
-        wait_copies<(STAGES > 1 ? STAGES - 2 : 0)>();
-        const bool careful = __syncthreads_or(masked && (copied_not_finite<QTile, THREADS>(queries_at)
-                                                         || copied_not_finite<GTile, THREADS>(grads_at)));
-        state = ahead.state(), next_row = ahead.tile() * TILE_COLUMNS;  // of the next tile
-        if constexpr (STAGES > 1)
-            load();
+        const int sequence = rows.first_head / bias_heads, of_head = rows.first_head % bias_heads;
+        const Bias bias(bias_numbers, bias_sequence, bias_head, bias_token, sequence, of_head);
+        const Dropout dropout = {drop_rows, drop_keys, drop_heads + rows.first_head, rows.count, keys,
+                                 drop_below, drop_factor, seed_low, seed_high};
+        float key_sum[M][2] = {};
 
-        if constexpr (!BIAS_FIRST)
-            set_zero(score);
-        set_zero(product);
-        Product<T>::template with_rows<KTile, QTile, DEPTH, UNROLL>(score, K_AT, warp_row, queries_at, warp_column);
-        Product<T>::template with_rows<VTile, GTile, VALUE_DEPTH, UNROLL>(product, V_AT, warp_row, grads_at, warp_column);
-        const auto seen_by = [&](int j) {
-            const unsigned at = slot * COLUMN_BYTES + j * sizeof(int);
-            return Interval{shared_at<int>(BEGIN_AT + at), shared_at<int>(END_AT + at)};
-        };
+        // A turn is counted or toggles, whichever form takes fewer registers.
+        for (int turn = 0; state != RowTiles::NONE; turn = COLUMN_WARPS == 1 ? turn + 1 : STAGES - 1 - turn) {
+            const int slot = COLUMN_WARPS == 1 ? turn % STAGES : turn;
+            const bool masked = state == RowTiles::MASKED;
+            const int first_row = next_row;
+            const unsigned queries_at = Q_AT + slot * QTile::BYTES, grads_at = G_AT + slot * GTile::BYTES;
+            float score[M][N][4], product[M][N][4];
+            if constexpr (BIAS_FIRST) {
+                set_zero(score);
+                add_bias_of_keys(score, bias, first_row + warp_column, rows.count, my_key, keys, bias_unit);
+            }
+            if constexpr (STAGES == 1) {
+                __syncthreads();                                         // the previous tile's buffers are free
+                load();
+            }
+            wait_copies<(STAGES > 1 ? STAGES - 2 : 0)>();
+            const bool careful = __syncthreads_or(masked && (copied_not_finite<QTile, THREADS>(queries_at)
+                                                             || copied_not_finite<GTile, THREADS>(grads_at)));
+            state = ahead.state(), next_row = ahead.tile() * TILE_COLUMNS;  // of the next tile
+            if constexpr (STAGES > 1)
+                load();
+
+            if constexpr (!BIAS_FIRST)
+                set_zero(score);
+            set_zero(product);
+            Product<T>::template with_rows<KTile, QTile, DEPTH, UNROLL>(score, K_AT, warp_row, queries_at, warp_column);
+            Product<T>::template with_rows<VTile, GTile, VALUE_DEPTH, UNROLL>(product, V_AT, warp_row, grads_at, warp_column);
+            const auto seen_by = [&](int j) {
+                const unsigned at = slot * COLUMN_BYTES + j * sizeof(int);
+                return Interval{shared_at<int>(BEGIN_AT + at), shared_at<int>(END_AT + at)};
+            };
 #pragma unroll
-        for (int n = 0; n < N; ++n) {
-            const int column = warp_column + 8 * n + lane_index() % 4 * 2;
-            const unsigned at = slot * COLUMN_BYTES + column * sizeof(float);
-            const float2 lses = shared_at<float2>(LSE_AT + at), minus = shared_at<float2>(DELTA_AT + at);
+            for (int n = 0; n < N; ++n) {
+                const int column = warp_column + 8 * n + lane_index() % 4 * 2;
+                const unsigned at = slot * COLUMN_BYTES + column * sizeof(float);
+                const float2 lses = shared_at<float2>(LSE_AT + at), minus = shared_at<float2>(DELTA_AT + at);
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const float base = base_of(e ? lses.y : lses.x);
-                const int row = first_row + column + e;
-                float gradient[M][2];
+                for (int e = 0; e < 2; ++e) {
+                    const float base = base_of(e ? lses.y : lses.x);
+                    const int row = first_row + column + e;
+                    float gradient[M][2];
+#pragma unroll
+                    for (int m = 0; m < M; ++m)
+#pragma unroll
+                        for (int h = 0; h < 2; ++h) {
+                            const int key = my_key + 16 * m + 8 * h;
+                            float of_bias = 0, kept = 1;
+                            if constexpr (BIAS_LAST)
+                                of_bias = number_of_key(bias, row, rows.count, key, keys) * bias_unit;
+                            if constexpr (DROPOUT)
+                                kept = dropout.of(row, dropout.key(key));
+                            gradient[m][h] = differentiate(score[m][n][2 * h + e], product[m][n][2 * h + e], base,
+                                                           e ? minus.y : minus.x, inner, factor, of_bias, kept);
+                        }
+                    if (masked) {
+                        const Interval seen = seen_by(column + e);
+#pragma unroll
+                        for (int m = 0; m < M; ++m)
+#pragma unroll
+                            for (int h = 0; h < 2; ++h)
+                                if (!seen.sees(my_key + 16 * m + 8 * h))
+                                    score[m][n][2 * h + e] = product[m][n][2 * h + e] = gradient[m][h] = 0;
+                    }
+                    if constexpr (KEY_SUMS)
+#pragma unroll
+                        for (int m = 0; m < M; ++m)
+#pragma unroll
+                            for (int h = 0; h < 2; ++h)
+                                key_sum[m][h] += gradient[m][h];
+                }
+            }
+            if constexpr (SHARED_KV)                                     // one sum: both have its factor
 #pragma unroll
                 for (int m = 0; m < M; ++m)
 #pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        const int key = my_key + 16 * m + 8 * h;
-                        float of_bias = 0, kept = 1;
-                        if constexpr (BIAS_LAST)
-                            of_bias = number_of_key(bias, row, rows.count, key, keys) * bias_unit;
-                        if constexpr (DROPOUT)
-                            kept = dropout.of(row, dropout.key(key));
-                        gradient[m][h] = differentiate(score[m][n][2 * h + e], product[m][n][2 * h + e], base,
-                                                       e ? minus.y : minus.x, inner, factor, of_bias, kept);
+                    for (int n = 0; n < N; ++n)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i)
+                            product[m][n][i] *= scale;
+            auto& sum_v = sum_of_values(acc_k, acc_v);
+            const auto sees = [&](int m, int h, int j) { return seen_by(j).sees(my_key + 16 * m + 8 * h); };
+            const auto add = [&](auto element) {                         // generic: only one branch has to compile
+                using X = decltype(element);
+                if constexpr (COLUMN_WARPS > 1) {
+                    publish<X>(P_AT, score, warp_row, warp_column);
+                    publish<X>(DS_AT, product, warp_row, warp_column);
+                    __syncthreads();
+                    if (careful) {
+                        product_of_seen_tiles<WTile, GTile>(sum_v, P_AT, warp_row, grads_at, part_v, sees);
+                        product_of_seen_tiles<WTile, QTile>(acc_k, DS_AT, warp_row, queries_at, part_k, sees);
+                    } else {
+                        Product<X>::template of_tiles<WTile, GTile>(sum_v, P_AT, warp_row, grads_at, part_v);
+                        Product<X>::template of_tiles<WTile, QTile>(acc_k, DS_AT, warp_row, queries_at, part_k);
                     }
-                if (masked) {
-                    const Interval seen = seen_by(column + e);
-#pragma unroll
-                    for (int m = 0; m < M; ++m)
-#pragma unroll
-                        for (int h = 0; h < 2; ++h)
-                            if (!seen.sees(my_key + 16 * m + 8 * h))
-                                score[m][n][2 * h + e] = product[m][n][2 * h + e] = gradient[m][h] = 0;
+                } else if (careful) {
+                    product_of_seen<GTile>(sum_v, score, grads_at, part_v, sees);
+                    product_of_seen<QTile>(acc_k, product, queries_at, part_k, sees);
+                } else {
+                    Product<X>::template with_columns<GTile>(sum_v, score, grads_at, part_v);
+                    Product<X>::template with_columns<QTile>(acc_k, product, queries_at, part_k);
                 }
-                if constexpr (KEY_SUMS)
-#pragma unroll
-                    for (int m = 0; m < M; ++m)
-#pragma unroll
-                        for (int h = 0; h < 2; ++h)
-                            key_sum[m][h] += gradient[m][h];
-            }
+            };
+            add(T{});
         }
-        if constexpr (SHARED_KV)                                     // one sum: both have its factor
+        if constexpr (!KEY_SUMS)
+            break;
+        if (part_index() == 0)
 #pragma unroll
             for (int m = 0; m < M; ++m)
 #pragma unroll
-                for (int n = 0; n < N; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        product[m][n][i] *= scale;
-        auto& sum_v = sum_of_values(acc_k, acc_v);
-        const auto sees = [&](int m, int h, int j) { return seen_by(j).sees(my_key + 16 * m + 8 * h); };
-        const auto add = [&](auto element) {                         // generic: only one branch has to compile
-            using X = decltype(element);
-            if constexpr (COLUMN_WARPS > 1) {
-                publish<X>(P_AT, score, warp_row, warp_column);
-                publish<X>(DS_AT, product, warp_row, warp_column);
-                __syncthreads();
-                if (careful) {
-                    product_of_seen_tiles<WTile, GTile>(sum_v, P_AT, warp_row, grads_at, part_v, sees);
-                    product_of_seen_tiles<WTile, QTile>(acc_k, DS_AT, warp_row, queries_at, part_k, sees);
-                } else {
-                    Product<X>::template of_tiles<WTile, GTile>(sum_v, P_AT, warp_row, grads_at, part_v);
-                    Product<X>::template of_tiles<WTile, QTile>(acc_k, DS_AT, warp_row, queries_at, part_k);
+                for (int h = 0; h < 2; ++h) {
+                    const float sum = quad_sum(key_sum[m][h]);
+                    const int key = my_key + 16 * m + 8 * h;
+                    const long long before = split_index() * COLUMN_WARPS + column_warp;
+                    if (lane_index() % 4 == 0 && key < keys)
+                        key_sums[(before * rows.heads + rows.first_head) * keys + key] = sum;
                 }
-            } else if (careful) {
-                product_of_seen<GTile>(sum_v, score, grads_at, part_v, sees);
-                product_of_seen<QTile>(acc_k, product, queries_at, part_k, sees);
-            } else {
-                Product<X>::template with_columns<GTile>(sum_v, score, grads_at, part_v);
-                Product<X>::template with_columns<QTile>(acc_k, product, queries_at, part_k);
-            }
-        };
-        add(T{});
-    }
-    if constexpr (!KEY_SUMS)
-        break;
-    if (part_index() == 0)
-#pragma unroll
-        for (int m = 0; m < M; ++m)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const float sum = quad_sum(key_sum[m][h]);
-                const int key = my_key + 16 * m + 8 * h;
-                if (lane_index() % 4 == 0 && key < keys)
-                    key_sums[((split_index() * COLUMN_WARPS + column_warp) * (long long)rows.heads + rows.first_head) * keys
-                             + key] = sum;
-            }
-    if (++head == per_kv)
-        break;
-    __syncthreads();                                                 // the last tile's buffers are free
-    rows = Rows(tokens, kv_heads * per_kv, kv_head * per_kv + head);
-    ahead = RowTiles(hulls + (long long)group * all, all, split_tiles, first_key, last_key);
-    state = ahead.state(), next_row = ahead.tile() * TILE_COLUMNS, loaded = 0;
+        if (++head == per_kv)
+            break;
+        __syncthreads();                                                 // the last tile's buffers are free
+        rows = Rows(tokens, kv_heads * per_kv, kv_head * per_kv + head);
+        ahead = RowTiles(hulls + (long long)group * all, all, split_tiles, first_key, last_key);
+        state = ahead.state(), next_row = ahead.tile() * TILE_COLUMNS, loaded = 0;
     }
     if constexpr (KEY_SUMS) {                                        // which no tile may have waited for
         commit_copies();

@@ -12,7 +12,6 @@ import numpy as np
 
 from ...errors import ArgumentError
 from ..base import Array
-from ..block import BlockInputs
 from ..kept import Kept
 from ..pages import Tables
 from . import launches, tile_table
@@ -37,6 +36,7 @@ VECTOR = 4  # elements per load and store of a cast, if they are contiguous in b
 # took 32 bytes, the threads of a warp would not read and write consecutive ones.
 ROW_VECTOR = {"delta": 8, "out_of_delta": 8, "merge": 4, "add": 4}
 BATCH = 4  # rows of a thread of merge
+TAKEN = "q", "k", "v", "begin", "end", "scale", "softcap"  # of every block
 
 
 KEPT_WORKS = 512  # lists of work, of some 10 KiB, and ways to find them
@@ -60,7 +60,7 @@ class KernelLaunches:
     """`attend` and the other computing launches of `mpiattn.backends.base`, as kernel launches."""
 
     dtypes: tuple[str, ...] = tuple(tile_table.ELEMENTS)
-    takes: tuple[str, ...] = BlockInputs._fields
+    takes: tuple[str, ...] = (*TAKEN, "pages", "page_size", "bias", "dropout")
 
     def __init__(self):
         super().__init__()
