@@ -68,6 +68,7 @@ def test_every_tile(backend, dtype, dim, tokens):
     check(backend, dtype, block, given)
 
 
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("groups", [1, 4])
 def test_groups_of_heads_have_their_own_intervals(backend, groups):
     """As many as there are KV heads, or one; sums over heads and sequences have to meet in any case."""
@@ -99,6 +100,7 @@ def test_addresses(backend, monkeypatch, options, dtype, keys, before, gap, widt
     assert sum(np.isnan(memory[1])) == numbers + 8 - bias.size
 
 
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_any_strides(backend, monkeypatch, dtype):
     """A bias by distance is a view of one row, and rows of its gradient may overlap in memory that they do not use."""
@@ -126,6 +128,7 @@ def test_sums_have_the_same_bits(tokens):
     assert len(results) == 1
 
 
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("shape", [*SHARED, (SEQUENCES, HEADS)])
 def test_one_launch_of_each_kernel(backend, monkeypatch, shape):
     """Whoever shares the bias; a bias of all queries takes one more to add sums up."""
@@ -138,6 +141,7 @@ def test_one_launch_of_each_kernel(backend, monkeypatch, shape):
         assert launched == ["delta", "gradient_q", "hulls", "gradient_kv", *more]
 
 
+@pytest.mark.draw(1)
 def test_splits_of_the_queries(backend):
     """Several thread blocks share the keys; each has sums of its own."""
     block, given = made((310, 30, 32, 32, "float32", None), (1, HEADS))
@@ -145,6 +149,7 @@ def test_splits_of_the_queries(backend):
     check(backend, "float32", block, given)
 
 
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("most", [250, 251])
 @pytest.mark.parametrize(("dtype", "queries", "softcap"), [("bfloat16", 2, None), ("float32", 20, 3.0)])
 def test_pages(backend, dtype, queries, softcap, most):
@@ -191,6 +196,7 @@ def test_launches_are_ordered(gpu):
     close("bfloat16", [on_host(dbias)], [of_pairs.sum(axis=0, keepdims=True)])
 
 
+@pytest.mark.draw(1)
 def test_kernels_of_other_blocks_know_nothing_of_it(backend, options):
     block, given = made((20, 30, 32, 32, "float32", None))
     assert Extras.of(block, None) is None

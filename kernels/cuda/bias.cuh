@@ -8,7 +8,7 @@
 // bytes of float32, a whole sector of memory, which its four lanes read two numbers at a time.  A tile in shared memory
 // would read the same sectors, and take the room of K; bfloat16 rows that begin anywhere could not be copied there
 // asynchronously at all.  Where products are added up by tensor cores and nothing bends the scores, the bias is what
-// the sums begin with: registers that wait for it are needed anyway, and it is on its way while K arrives.
+// the sums begin with: the registers that wait for it are needed anyway, and forward it is on its way while K arrives.
 
 #pragma once
 

@@ -22,7 +22,7 @@ constexpr float drop_factor = 1;
 
 __device__ __forceinline__ uint4 philox(unsigned x, unsigned y, unsigned z, unsigned key, unsigned key_high) {
     unsigned w = 0;
-#pragma unroll
+#pragma unroll 1  // else the words of many pairs are made at a time, in registers that the sums need
     for (int round = 0; round < 10; ++round) {
         const unsigned long long first = x * 0xD2511F53ull, second = z * 0xCD9E8D57ull;
         x = unsigned(second >> 32) ^ y ^ key, y = unsigned(second);
