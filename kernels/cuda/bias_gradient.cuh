@@ -28,7 +28,7 @@ __device__ __forceinline__ void add_to_row(float* row, const float2 (&of)[N], in
         const float* at = row + column + 8 * n;
         const int left = count - column - 8 * n;
         if (DBIAS > 1)
-            sum[n] = left > 0 ? *reinterpret_cast<const float2*>(at) : make_float2(0, 0);
+            sum[n] = left > 0 ? global_at<const float2>(at) : make_float2(0, 0);
         else
             sum[n] = make_float2(left > 0 ? at[0] : 0, left > 1 ? at[1] : 0);
     }
@@ -39,7 +39,7 @@ __device__ __forceinline__ void add_to_row(float* row, const float2 (&of)[N], in
         const float2 whole = make_float2(sum[n].x + of[n].x, sum[n].y + of[n].y);
         if (DBIAS > 1) {
             if (left > 0)
-                *reinterpret_cast<float2*>(at) = whole;
+                global_at<float2>(at) = whole;
         } else {
             if (left > 0)
                 at[0] = whole.x;
