@@ -10,7 +10,7 @@ from test_bias_blocks import HEADS, SEQUENCES, backward, close, dense, forward, 
 from mpiattn import backends
 from mpiattn.arguments.arrays import on_host
 from mpiattn.backends.block import BlockInputs, Gradients
-from mpiattn.backends.cuda.extras import PAIR, Extras
+from mpiattn.backends.cuda.extras import PAIR, Extras, Owners, Rows
 from mpiattn.backends.testing import emulated
 
 pytestmark = [
@@ -31,6 +31,28 @@ def options(backend, monkeypatch):
         lambda kernel, grid, *rest: (launched.update({kernel.name: dict(kernel.defines)}), run(kernel, grid, *rest)),
     )
     return launched
+
+
+@pytest.mark.parametrize("packed", [1, 2, 4])
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_every_number_has_one_writer(sequences, packed):
+    """Every group of heads is some owner's, once; no two owners add to the same numbers, nor two rows of a group."""
+    heads = 4 * sequences
+    for shape in ((own, of, 9) for own in {1, sequences} for of in (1, 4)):
+        of_sequence = 4 if shape[1] > 1 or shape[0] > 1 else heads
+        owners = Owners.of(Rows("float", 1, shape, (0, 0, 0)), heads, packed)
+        groups, writers = [], {}
+        for owner in range(owners.count):
+            for turn in range(owners.sharers):
+                group = owner * owners.step + turn * owners.apart
+                groups.append(group)
+                numbers = [
+                    (head // of_sequence % shape[0], head % of_sequence % shape[1])
+                    for head in range(group * owners.packed, (group + 1) * owners.packed)
+                ]
+                assert len(set(numbers)) == len(numbers)
+                assert all(writers.setdefault(number, owner) == owner for number in numbers)
+        assert sorted(groups) == [*range(heads // owners.packed)]
 
 
 def zeros(array):
@@ -83,9 +105,14 @@ def test_groups_of_heads_have_their_own_intervals(backend, groups):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("keys, before, gap, width", [(90, 2, 4, 2), (90, 1, 4, 1), (90, 2, 5, 1), (89, 2, 5, 1)])
 def test_addresses(backend, monkeypatch, options, dtype, keys, before, gap, width):
-    """Pairs where all rows can be read so; what lies around the rows is neither used nor changed."""
+    """Pairs where all rows can be read so, also if keys are seen from an odd one on.
+
+    What lies around the rows is neither used nor changed.
+    """
     as_it_is(backend, monkeypatch)
     block, given = made((40, keys, 64, 64, "bfloat16", None), (SEQUENCES, HEADS))
+    begin = np.maximum(block.begin, 3)
+    block = block._replace(begin=begin, end=np.maximum(block.end, begin))
     numbers = block.bias.size // keys * (keys + gap)
     memory = np.full(numbers + 8, np.nan, dtype), np.full(numbers + 8, np.nan, np.float32)
     bias, dbias = (
@@ -142,11 +169,16 @@ def test_one_launch_of_each_kernel(backend, monkeypatch, shape):
 
 
 @pytest.mark.draw(1)
-def test_splits_of_the_queries(backend):
+def test_splits_of_the_queries(backend, monkeypatch):
     """Several thread blocks share the keys; each has sums of its own."""
-    block, given = made((310, 30, 32, 32, "float32", None), (1, HEADS))
+    grids, run = {}, backend._run
+    monkeypatch.setattr(
+        backend, "_run", lambda kernel, grid, *rest: (grids.update({kernel.name: grid}), run(kernel, grid, *rest))
+    )
+    block, given = made((520, 9, 32, 32, "float32", None), (1, HEADS))
     block = block._replace(bias=block.bias[:, :, :1].copy())
     check(backend, "float32", block, given)
+    assert grids["gradient_kv"][2] > 1
 
 
 @pytest.mark.draw(3)
