@@ -42,7 +42,7 @@ def test_every_number_has_one_writer(sequences, packed):
         of_sequence = 4 if shape[1] > 1 or shape[0] > 1 else heads
         owners = Owners.of(Rows("float", 1, shape, (0, 0, 0)), heads, packed)
         groups, writers = [], {}
-        for owner in range(owners.count):
+        for owner in range(owners.number):
             for turn in range(owners.sharers):
                 group = owner * owners.step + turn * owners.apart
                 groups.append(group)

@@ -129,7 +129,7 @@ class Owners(NamedTuple):
     """
 
     packed: int
-    count: int
+    number: int
     sharers: int
     apart: int
     step: int

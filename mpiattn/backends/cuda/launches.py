@@ -166,7 +166,7 @@ def backward_launches(of, architecture, processors):
     q_tiles = -(-tokens * owners.packed // q_cut.rows)
     return (
         Launch(
-            of_q, (q_tiles * owners.count, q_cut.parts, 1), numbers, _alignment(head_dim), owners.numbers(all_packed)
+            of_q, (q_tiles * owners.number, q_cut.parts, 1), numbers, _alignment(head_dim), owners.numbers(all_packed)
         ),
         Launch(hulls_kernel(packed, kv_cut), (tiles * groups, 1, 1), (np.int32(tokens),)),
         Launch(
