@@ -45,6 +45,8 @@ extern "C" __global__ void buggy(float* out, int bug) {
         commit_copies();
     if (bug == 9)
         copy_async_4(4 * i, (char*)(out + i) + 1, true);
+    if (bug == 18)
+        global_at<float2>(out + 2 * (i % 16) + 1) = float2{};
     if (bug == 10) {
         copy_async_4(4 * i, out + 63 - i, true);
         commit_copies();
@@ -116,6 +118,7 @@ def test_without_a_bug(launch):
         (9, "an asynchronous copy from an address that is not a multiple of 4"),
         *((bug, HAZARD) for bug in (11, 13, 14, 15, 16)),
         (17, "ldmatrix reads rows that share banks of memory"),
+        (18, "an access in global memory at an address that is not a multiple of 8"),
     ],
 )
 def test_what_is_an_error(launch, bug, message):

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from mpiattn.backends.cuda import kernel_source, kernel_table, nvrtc, tile_table
+from mpiattn.backends.cuda.extras import Extras, Rows
 from mpiattn.backends.cuda.launches import cast_kernel, hulls_kernel, partials_kernel
 from mpiattn.backends.cuda.tile_table import PROCESSORS, TILES, Blocks, attention_kernel, blocks_per_processor
 from mpiattn.errors import ArgumentError, MpiattnError
@@ -15,7 +16,19 @@ pytestmark = pytest.mark.workshop
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
 DTYPES = kernel_table.DTYPES
-PARTIALS = ("merge", "merge_parts", "add", "add_splits", "unnormalize", "normalize", "delta", "sink", "sink_gradient")
+BIAS = Rows("float", 2, (1, 8, 64), (0, 4096, 64))
+PARTIALS = (
+    "merge",
+    "merge_parts",
+    "add",
+    "add_splits",
+    "add_key_sums",
+    "unnormalize",
+    "normalize",
+    "delta",
+    "sink",
+    "sink_gradient",
+)
 
 
 @pytest.mark.draw(2)
@@ -68,6 +81,27 @@ def test_every_kernel_compiles(architecture):
     for kernel, report in zip(kernels, nvrtc.build_all(kernels, architecture)):
         assert report.cubin[:4] == b"\x7fELF", kernel
         assert "warning" not in report.log.lower(), report.log
+
+
+@needs_nvrtc
+@pytest.mark.draw(2)
+@pytest.mark.parametrize("work", TILES)
+@pytest.mark.parametrize(
+    "extras",
+    [
+        Extras(BIAS, BIAS, False),
+        Extras(BIAS._replace(element="bf16", width=1), BIAS._replace(width=1), True),
+        Extras(BIAS, BIAS._replace(shape=(1, 8, 1)), False),
+        Extras(None, None, True),
+    ],
+)
+def test_a_bias_and_dropout_compile(work, extras):
+    """Without warnings, such as of an argument that nobody reads; a bias in pairs moves few registers to memory."""
+    blocks = Blocks("bfloat16", 128, 128, 4, options=extras.options(work))
+    report = nvrtc.build(attention_kernel(work, blocks, 90)[0], "sm_90")
+    assert "warning" not in report.log.lower(), report.log
+    if not extras.dropout and not extras.sums_keys:
+        assert report.spilled <= 128, report.spilled
 
 
 @needs_nvrtc

@@ -53,12 +53,12 @@ struct alignas(COUNT * sizeof(T) < 16 ? COUNT * sizeof(T) : 16) Elements {
 
 template <int COUNT, class T>
 __device__ __forceinline__ Elements<T, COUNT> load(const T* from) {
-    return *reinterpret_cast<const Elements<T, COUNT>*>(from);
+    return global_at<const Elements<T, COUNT>>(from);
 }
 
 template <int COUNT, class T>
 __device__ __forceinline__ void store(T* to, const Elements<T, COUNT>& elements) {
-    *reinterpret_cast<Elements<T, COUNT>*>(to) = elements;
+    global_at<Elements<T, COUNT>>(to) = elements;
 }
 
 // Two consecutive elements in shared memory, as floats.

@@ -24,8 +24,12 @@
 // that has all keys of its sequence, with part -1, sets (out, lse).  The others write partials number `part` of the
 // same form as a split's. `pages` begins with an index for each sequence: where its table begins in `pages`.  `begin`
 // holds the ends as well, after the beginnings of all queries.
+//
+// Last come the arguments of a bias and of dropout, if there is one (bias.cuh, dropout.cuh).
 
+#include "bias.cuh"
 #include "columns.cuh"
+#include "dropout.cuh"
 #include "keys.cuh"
 #include "product.cuh"
 #include "rows.cuh"
@@ -105,7 +109,7 @@ __launch_bounds__(THREADS, 1)
 forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const int4* __restrict__ work,
         const int* __restrict__ begin, const int* __restrict__ pages, float* __restrict__ out, float* __restrict__ lse,
         float* __restrict__ out_parts, float* __restrict__ lse_parts, int tokens, int slots, int kv_heads, int sequences,
-        float inner, float factor) {
+        float inner, float factor BIAS_ARGUMENTS) {
     const int* end = begin + (long long)sequences * tokens;
     const Share own_lse(tokens * HEADS_PER_KV, TILE_ROWS);
     const int4 item = work[own_lse.kv_head / kv_heads];
@@ -116,13 +120,15 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
     const long long partial = item.w < 0 ? rows_before : item.w * heads * tokens;
     if (item.w >= 0)
         out = out_parts, lse = lse_parts;
+    const int sequence = group, count = bias_head;                   // a row of the bias has numbers for so many keys
 #else
 forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const int* __restrict__ begin,
         const int* __restrict__ end, float* __restrict__ out, float* __restrict__ lse, int tokens, int count, int kv_heads,
-        int groups, float inner, float factor) {
+        int groups, float inner, float factor BIAS_ARGUMENTS DROPOUT_ARGUMENTS) {
     const int splits = gridDim.y;
     const Share own_lse(tokens * HEADS_PER_KV, TILE_ROWS);
     const int kv_head = own_lse.kv_head, group = kv_head / (kv_heads / groups);
+    const int sequence = kv_head * HEADS_PER_KV / bias_heads;        // of the bias
     const bool fresh = splits > 1;
     const long long partial = (long long)blockIdx.y * tokens * kv_heads * HEADS_PER_KV;
 #endif
@@ -133,6 +139,7 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
     const int first_row = (own_lse.tiles - 1 - own_lse.tile) * TILE_ROWS;
     const int last_row = min(first_row + TILE_ROWS, rows.count);
     Hull hull = hull_of(intervals, Rows::token(first_row), Rows::token(last_row - 1) + 1);
+    hull.begin_even();
 #if PAGE_SIZE
     hull.cut(item.y, item.z);
 #endif
@@ -173,6 +180,9 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
         const int2 of = shared_at<int2>(SEEN_AT + (warp_row + lane_index() / 4 + 16 * m + 8 * h) * sizeof(int2));
         return Interval{of.x, of.y};
     };
+    const Bias bias(bias_numbers, bias_sequence, bias_head, bias_token, sequence, rows.first_head % bias_heads);
+    const Dropout dropout = {drop_rows, drop_keys, drop_heads + rows.first_head, rows.count, count,
+                             drop_below, drop_factor, seed_low, seed_high};
     float acc[M][D][4];
     set_zero(acc);
     Softmax<M> softmax;
@@ -192,13 +202,18 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
         const int first = first_key + tile * TILE_COLUMNS;
         const bool masked = !hull.covers(first, first + TILE_COLUMNS);
         const unsigned keys_at = K_AT + tile % STAGES * KTile::BYTES;
+        float score[M][N][4];
+        if constexpr (BIAS_FIRST) {
+            set_zero(score);
+            add_bias(score, bias, row_anew<M, ROW_WARPS>(first_row), rows.count, first, count, bias_unit);
+        }
         wait_copies<SHARED_KV ? STAGES - 1 : 2 * STAGES - 2>();
         __syncthreads();                                             // K has arrived; V of the previous tile is free
         if (!SHARED_KV)
             load_v(tile + STAGES - 1);
 
-        float score[M][N][4];
-        set_zero(score);
+        if constexpr (!BIAS_FIRST)
+            set_zero(score);
         Product<T>::template with_rows<QTile, KTile>(score, Q_AT, warp_row, keys_at);
 #pragma unroll
         for (int m = 0; m < M; ++m)
@@ -207,6 +222,8 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
                     score[m][n][i] = transform(score[m][n][i], inner);
+        if constexpr (BIAS_LAST)
+            add_bias(score, bias, row_anew<M, ROW_WARPS>(first_row), rows.count, first, count, bias_unit);
         if (masked)
             hide_unseen(score, seen, first);
 
@@ -217,6 +234,8 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
         if (!SHARED_KV)
             load_k(tile + STAGES);                                   // V has arrived; K is free
         softmax.weigh(score, acc, factor);
+        if constexpr (DROPOUT)
+            drop(score, dropout, row_anew<M, ROW_WARPS>(first_row), first);
         if (careful)
             product_of_seen<VTile>(acc, score, values, first_column,
                                     [&](int m, int h, int j) { return seen(m, h).sees(first + j); });

@@ -8,6 +8,10 @@
 // columns of dk and dv, of more keys.  So it reads shared memory less often for a product.  P^T and dS^T go through
 // shared memory, where the other warps of these keys read them.
 //
+// With -DKEY_SUMS=1 it also sums the gradient of a bias that is the same for all queries, by query head and key.  It
+// then does one query head of the KV head after another, with HEADS_PER_KV 1.  key_sums is (splits * COLUMN_WARPS,
+// heads, keys); add_key_sums (partials.cu) adds these up.
+//
 // With few keys the row tiles are split, so that all multiprocessors have work, and about the same under a causal mask.
 // Each split then adds to arrays of its own, dk (splits, keys, kv_heads, HEAD_DIM) and dv likewise, which begin as
 // zeros; add_splits (partials.cu) adds them up, always in the same order.
@@ -20,6 +24,15 @@
 // mpiattn/backends/cuda/tile_table.py.
 
 #include "gradient.cuh"
+
+#if KEY_SUMS
+#define KEY_SUMS_ARGUMENTS , float* __restrict__ key_sums, int per_kv
+#else
+#define KEY_SUMS 0
+#define KEY_SUMS_ARGUMENTS
+constexpr float* key_sums = nullptr;
+constexpr int per_kv = 1;
+#endif
 
 using T = ELEMENT;
 constexpr int THREADS = 32 * WARPS;
@@ -122,10 +135,10 @@ gradient_kv(const T* __restrict__ q, const T* __restrict__ dout, const float* __
             const float* __restrict__ delta, const T* __restrict__ k, const T* __restrict__ v,
             const int* __restrict__ begin, const int* __restrict__ end, const int4* __restrict__ hulls,
             float* __restrict__ dk, float* __restrict__ dv, int tokens, int keys, int kv_heads, int groups, float inner,
-            float factor, float scale, int split_tiles) {
+            float factor, float scale, int split_tiles BIAS_ARGUMENTS KEY_SUMS_ARGUMENTS DROPOUT_ARGUMENTS) {
     const Share candidate(keys, TILE_ROWS);
     const int kv_head = candidate.kv_head, group = kv_head / (kv_heads / groups);
-    const Rows rows(tokens, kv_heads, kv_head);
+    Rows rows(tokens, kv_heads * per_kv, kv_head * per_kv);
     const Intervals intervals(begin, end, group, tokens);
     const int first_key = candidate.tile * TILE_ROWS, last_key = min(first_key + TILE_ROWS, keys);
     const int all = (rows.count + TILE_COLUMNS - 1) / TILE_COLUMNS;
@@ -133,8 +146,8 @@ gradient_kv(const T* __restrict__ q, const T* __restrict__ dout, const float* __
     const int share_index = part_index() * COLUMN_WARPS + column_warp;
     const int part_k = share_index * 8 * DK, part_v = SHARED_KV ? part_k : share_index * 8 * DV;
     RowTiles ahead(hulls + (long long)group * all, all, split_tiles, first_key, last_key);  // the next tile to load
-    int state = ahead.state();                                       // of the current tile
-    if (state == RowTiles::NONE)
+    int state = ahead.state(), next_row = ahead.tile() * TILE_COLUMNS;  // of the current tile, and its first row
+    if (!KEY_SUMS && state == RowTiles::NONE)
         return;
     int loaded = 0;                                                  // the slot of the next tile
     const auto load = [&] {
@@ -167,92 +180,143 @@ gradient_kv(const T* __restrict__ q, const T* __restrict__ dout, const float* __
     chunk.copy<KTile, HEAD_DIM, THREADS>(K_AT, k, first_key);
     if (!SHARED_KV)
         chunk.copy<VTile, VALUE_DIM, THREADS>(V_AT, v, first_key);
+    for (int head = 0;;) {  // each query head with KEY_SUMS, else all at once
 #pragma unroll
-    for (int stage = 0; stage + 1 < STAGES; ++stage)
-        load();
-
-    // A turn is counted or toggles, whichever form takes fewer registers.
-    for (int turn = 0; state != RowTiles::NONE; turn = COLUMN_WARPS == 1 ? turn + 1 : STAGES - 1 - turn) {
-        const int slot = COLUMN_WARPS == 1 ? turn % STAGES : turn;
-        const bool masked = state == RowTiles::MASKED;
-        const unsigned queries_at = Q_AT + slot * QTile::BYTES, grads_at = G_AT + slot * GTile::BYTES;
-        if constexpr (STAGES == 1) {
-            __syncthreads();                                         // the previous tile's buffers are free
+        for (int stage = 0; stage + 1 < STAGES; ++stage)
             load();
-        }
-        wait_copies<(STAGES > 1 ? STAGES - 2 : 0)>();
-        const bool careful = __syncthreads_or(masked && (copied_not_finite<QTile, THREADS>(queries_at)
-                                                         || copied_not_finite<GTile, THREADS>(grads_at)));
-        state = ahead.state();                                       // of the next tile
-        if constexpr (STAGES > 1)
-            load();
+        const int sequence = rows.first_head / bias_heads, of_head = rows.first_head % bias_heads;
+        const Bias bias(bias_numbers, bias_sequence, bias_head, bias_token, sequence, of_head);
+        const Dropout dropout = {drop_rows, drop_keys, drop_heads + rows.first_head, rows.count, keys,
+                                 drop_below, drop_factor, seed_low, seed_high};
+        float key_sum[M][2] = {};
 
-        float score[M][N][4], product[M][N][4];
-        set_zero(score);
-        set_zero(product);
-        Product<T>::template with_rows<KTile, QTile, DEPTH, UNROLL>(score, K_AT, warp_row, queries_at, warp_column);
-        Product<T>::template with_rows<VTile, GTile, VALUE_DEPTH, UNROLL>(product, V_AT, warp_row, grads_at, warp_column);
-        const auto seen_by = [&](int j) {
-            const unsigned at = slot * COLUMN_BYTES + j * sizeof(int);
-            return Interval{shared_at<int>(BEGIN_AT + at), shared_at<int>(END_AT + at)};
-        };
+        // A turn is counted or toggles, whichever form takes fewer registers.
+        for (int turn = 0; state != RowTiles::NONE; turn = COLUMN_WARPS == 1 ? turn + 1 : STAGES - 1 - turn) {
+            const int slot = COLUMN_WARPS == 1 ? turn % STAGES : turn;
+            const bool masked = state == RowTiles::MASKED;
+            const int first_row = next_row;
+            const unsigned queries_at = Q_AT + slot * QTile::BYTES, grads_at = G_AT + slot * GTile::BYTES;
+            float score[M][N][4], product[M][N][4];
+            if constexpr (BIAS_FIRST) {
+                set_zero(score);
+                add_bias_of_keys(score, bias, first_row + warp_column, rows.count, my_key, keys, bias_unit);
+            }
+            if constexpr (STAGES == 1) {
+                __syncthreads();                                         // the previous tile's buffers are free
+                load();
+            }
+            wait_copies<(STAGES > 1 ? STAGES - 2 : 0)>();
+            const bool careful = __syncthreads_or(masked && (copied_not_finite<QTile, THREADS>(queries_at)
+                                                             || copied_not_finite<GTile, THREADS>(grads_at)));
+            state = ahead.state(), next_row = ahead.tile() * TILE_COLUMNS;  // of the next tile
+            if constexpr (STAGES > 1)
+                load();
+
+            if constexpr (!BIAS_FIRST)
+                set_zero(score);
+            set_zero(product);
+            Product<T>::template with_rows<KTile, QTile, DEPTH, UNROLL>(score, K_AT, warp_row, queries_at, warp_column);
+            Product<T>::template with_rows<VTile, GTile, VALUE_DEPTH, UNROLL>(product, V_AT, warp_row, grads_at, warp_column);
+            const auto seen_by = [&](int j) {
+                const unsigned at = slot * COLUMN_BYTES + j * sizeof(int);
+                return Interval{shared_at<int>(BEGIN_AT + at), shared_at<int>(END_AT + at)};
+            };
 #pragma unroll
-        for (int n = 0; n < N; ++n) {
-            const int column = warp_column + 8 * n + lane_index() % 4 * 2;
-            const unsigned at = slot * COLUMN_BYTES + column * sizeof(float);
-            const float2 lses = shared_at<float2>(LSE_AT + at), minus = shared_at<float2>(DELTA_AT + at);
+            for (int n = 0; n < N; ++n) {
+                const int column = warp_column + 8 * n + lane_index() % 4 * 2;
+                const unsigned at = slot * COLUMN_BYTES + column * sizeof(float);
+                const float2 lses = shared_at<float2>(LSE_AT + at), minus = shared_at<float2>(DELTA_AT + at);
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const float base = base_of(e ? lses.y : lses.x);
-#pragma unroll
-                for (int m = 0; m < M; ++m)
-#pragma unroll
-                    for (int h = 0; h < 2; ++h)
-                        differentiate(score[m][n][2 * h + e], product[m][n][2 * h + e], base, e ? minus.y : minus.x, inner,
-                                      factor);
-                if (masked) {
-                    const Interval seen = seen_by(column + e);
+                for (int e = 0; e < 2; ++e) {
+                    const float base = base_of(e ? lses.y : lses.x);
+                    const int row = first_row + column + e;
+                    float gradient[M][2];
 #pragma unroll
                     for (int m = 0; m < M; ++m)
 #pragma unroll
-                        for (int h = 0; h < 2; ++h)
-                            if (!seen.sees(my_key + 16 * m + 8 * h))
-                                score[m][n][2 * h + e] = product[m][n][2 * h + e] = 0;
+                        for (int h = 0; h < 2; ++h) {
+                            const int key = my_key + 16 * m + 8 * h;
+                            float of_bias = 0, kept = 1;
+                            if constexpr (BIAS_LAST)
+                                of_bias = number_of_key(bias, row, rows.count, key, keys) * bias_unit;
+                            if constexpr (DROPOUT)
+                                kept = dropout.of(row, dropout.key(key));
+                            gradient[m][h] = differentiate(score[m][n][2 * h + e], product[m][n][2 * h + e], base,
+                                                           e ? minus.y : minus.x, inner, factor, of_bias, kept);
+                        }
+                    if (masked) {
+                        const Interval seen = seen_by(column + e);
+#pragma unroll
+                        for (int m = 0; m < M; ++m)
+#pragma unroll
+                            for (int h = 0; h < 2; ++h)
+                                if (!seen.sees(my_key + 16 * m + 8 * h))
+                                    score[m][n][2 * h + e] = product[m][n][2 * h + e] = gradient[m][h] = 0;
+                    }
+                    if constexpr (KEY_SUMS)
+#pragma unroll
+                        for (int m = 0; m < M; ++m)
+#pragma unroll
+                            for (int h = 0; h < 2; ++h)
+                                key_sum[m][h] += gradient[m][h];
                 }
             }
+            if constexpr (SHARED_KV)                                     // one sum: both have its factor
+#pragma unroll
+                for (int m = 0; m < M; ++m)
+#pragma unroll
+                    for (int n = 0; n < N; ++n)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i)
+                            product[m][n][i] *= scale;
+            auto& sum_v = sum_of_values(acc_k, acc_v);
+            const auto sees = [&](int m, int h, int j) { return seen_by(j).sees(my_key + 16 * m + 8 * h); };
+            const auto add = [&](auto element) {                         // generic: only one branch has to compile
+                using X = decltype(element);
+                if constexpr (COLUMN_WARPS > 1) {
+                    publish<X>(P_AT, score, warp_row, warp_column);
+                    publish<X>(DS_AT, product, warp_row, warp_column);
+                    __syncthreads();
+                    if (careful) {
+                        product_of_seen_tiles<WTile, GTile>(sum_v, P_AT, warp_row, grads_at, part_v, sees);
+                        product_of_seen_tiles<WTile, QTile>(acc_k, DS_AT, warp_row, queries_at, part_k, sees);
+                    } else {
+                        Product<X>::template of_tiles<WTile, GTile>(sum_v, P_AT, warp_row, grads_at, part_v);
+                        Product<X>::template of_tiles<WTile, QTile>(acc_k, DS_AT, warp_row, queries_at, part_k);
+                    }
+                } else if (careful) {
+                    product_of_seen<GTile>(sum_v, score, grads_at, part_v, sees);
+                    product_of_seen<QTile>(acc_k, product, queries_at, part_k, sees);
+                } else {
+                    Product<X>::template with_columns<GTile>(sum_v, score, grads_at, part_v);
+                    Product<X>::template with_columns<QTile>(acc_k, product, queries_at, part_k);
+                }
+            };
+            add(T{});
         }
-        if constexpr (SHARED_KV)                                     // one sum: both have its factor
+        if constexpr (!KEY_SUMS)
+            break;
+        if (part_index() == 0)
 #pragma unroll
             for (int m = 0; m < M; ++m)
 #pragma unroll
-                for (int n = 0; n < N; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        product[m][n][i] *= scale;
-        auto& sum_v = sum_of_values(acc_k, acc_v);
-        const auto sees = [&](int m, int h, int j) { return seen_by(j).sees(my_key + 16 * m + 8 * h); };
-        const auto add = [&](auto element) {                         // generic: only one branch has to compile
-            using X = decltype(element);
-            if constexpr (COLUMN_WARPS > 1) {
-                publish<X>(P_AT, score, warp_row, warp_column);
-                publish<X>(DS_AT, product, warp_row, warp_column);
-                __syncthreads();
-                if (careful) {
-                    product_of_seen_tiles<WTile, GTile>(sum_v, P_AT, warp_row, grads_at, part_v, sees);
-                    product_of_seen_tiles<WTile, QTile>(acc_k, DS_AT, warp_row, queries_at, part_k, sees);
-                } else {
-                    Product<X>::template of_tiles<WTile, GTile>(sum_v, P_AT, warp_row, grads_at, part_v);
-                    Product<X>::template of_tiles<WTile, QTile>(acc_k, DS_AT, warp_row, queries_at, part_k);
+                for (int h = 0; h < 2; ++h) {
+                    const float sum = quad_sum(key_sum[m][h]);
+                    const int key = my_key + 16 * m + 8 * h;
+                    const long long before = split_index() * COLUMN_WARPS + column_warp;
+                    if (lane_index() % 4 == 0 && key < keys)
+                        key_sums[(before * rows.heads + rows.first_head) * keys + key] = sum;
                 }
-            } else if (careful) {
-                product_of_seen<GTile>(sum_v, score, grads_at, part_v, sees);
-                product_of_seen<QTile>(acc_k, product, queries_at, part_k, sees);
-            } else {
-                Product<X>::template with_columns<GTile>(sum_v, score, grads_at, part_v);
-                Product<X>::template with_columns<QTile>(acc_k, product, queries_at, part_k);
-            }
-        };
-        add(T{});
+        if (++head == per_kv)
+            break;
+        __syncthreads();                                                 // the last tile's buffers are free
+        rows = Rows(tokens, kv_heads * per_kv, kv_head * per_kv + head);
+        ahead = RowTiles(hulls + (long long)group * all, all, split_tiles, first_key, last_key);
+        state = ahead.state(), next_row = ahead.tile() * TILE_COLUMNS, loaded = 0;
+    }
+    if constexpr (KEY_SUMS) {                                        // which no tile may have waited for
+        commit_copies();
+        wait_copies<0>();
     }
     const long long before = (long long)split_index() * keys * kv_heads;                 // rows of the splits before
     add_rows<HEAD_DIM>(dk + before * HEAD_DIM, acc_k, SHARED_KV ? 1 : scale, part_k, [&](int m, int h) {

@@ -4,9 +4,9 @@
 // In merge, add, delta and out_of_delta a thread takes VECTOR elements at a time; if VECTOR > 1, rows and addresses are
 // multiples of as many bytes, or of 16.  In all of these but add, `lanes` of a warp share a row, a power of two.
 //
-// grid: any for add and add_splits; rows / (THREADS / lanes) for the others of these, of which a thread of merge takes
-// BATCH; rows / WARPS, one warp per row, for the rest, except for merge_parts (rows, one block per row) and
-// sink_gradient (heads, one block per head).
+// grid: any for add and add_splits; numbers of the gradient / THREADS for add_key_sums; rows / (THREADS / lanes) for
+// the others of these, of which a thread of merge takes BATCH; rows / WARPS, one warp per row, for the rest, except for
+// merge_parts (rows, one block per row) and sink_gradient (heads, one block per head).
 //
 // block: THREADS threads.
 //
@@ -240,6 +240,26 @@ add_splits(float4* __restrict__ array, const float4* __restrict__ parts, long lo
             add_weighted(sum, parts[split * fours + i], 1);
         array[i] = sum;
     }
+}
+
+// Adds sums by head and key, parts (parts, heads, keys), to the gradient of a bias (own_sequences, own_heads, keys) with
+// any strides but the last's.  An axis of length 1 takes the sum over all sequences, or over the heads of a sequence.
+extern "C" __global__ void __launch_bounds__(THREADS)
+add_key_sums(float* __restrict__ dbias, const float* __restrict__ sums, long long sequence_apart, long long head_apart,
+             int keys, int sequences, int heads, int own_sequences, int own_heads, int parts) {
+    const long long i = (long long)blockIdx.x * THREADS + threadIdx.x, slot = i / keys;
+    if (slot >= (long long)own_sequences * own_heads)
+        return;
+    const int key = i % keys, of_sequence = slot / own_heads, of_head = slot % own_heads;
+    const int first_sequence = own_sequences > 1 ? of_sequence : 0, first_head = own_heads > 1 ? of_head : 0;
+    const int last_sequence = own_sequences > 1 ? of_sequence + 1 : sequences;
+    const int last_head = own_heads > 1 ? of_head + 1 : heads;
+    float sum = 0;
+    for (int sequence = first_sequence; sequence < last_sequence; ++sequence)
+        for (int head = first_head; head < last_head; ++head)
+            for (int part = 0; part < parts; ++part)
+                sum += sums[(((long long)part * sequences + sequence) * heads + head) * keys + key];
+    dbias[of_sequence * sequence_apart + of_head * head_apart + key] += sum;
 }
 
 // delta = rowsum(dout * out) - dlse; dlse is used only if `with_dlse`.  A row whose out is 0, such as a row without

@@ -20,6 +20,12 @@ __device__ __forceinline__ V& shared_at(unsigned offset) {
     return *reinterpret_cast<V*>(shared_memory + offset);
 }
 
+// Several numbers in global memory, which are read or written in one instruction: the emulation checks the alignment.
+template <class V>
+__device__ __forceinline__ V& global_at(const void* address) {
+    return *static_cast<V*>(const_cast<void*>(address));
+}
+
 // The thread's index, read again each time, so that the compiler does not keep derived addresses in registers over a
 // loop.
 __device__ __forceinline__ unsigned thread_index_anew() {

@@ -32,6 +32,12 @@ struct Hull {
     __device__ __forceinline__ bool empty() const { return lo >= hi; }
     __device__ __forceinline__ bool touches(int first, int last) const { return lo < last && hi > first; }
     __device__ __forceinline__ bool covers(int first, int last) const { return full_from <= first && last <= full_to; }
+    // With a bias or dropout the first key is even, so that what two neighbouring columns have is read at once.
+    __device__ __forceinline__ void begin_even() {
+#if BIAS || DROPOUT
+        lo &= ~1;
+#endif
+    }
     // Leaves out the keys outside [first, last).
     __device__ __forceinline__ void cut(int first, int last) {
         lo = max(lo, first), hi = min(hi, last), full_to = min(full_to, last);

@@ -1,7 +1,7 @@
 // The functions of kernels/cuda/ptx.cuh on a CPU.
 //
 // grid and block: those of the emulated launch.
-// shared memory: every access is checked against its size and alignment.
+// shared memory: every access is checked against its size and alignment; wide ones in global memory, their alignment.
 // tile sizes: those of the instructions, 16x8x16 for mma and 8x8 for ldmatrix.
 
 #pragma once
@@ -38,6 +38,13 @@ struct SharedValue {
 template <class V>
 inline SharedValue<V> shared_at(unsigned offset) {
     return {offset};
+}
+
+template <class V>
+inline V& global_at(const void* address) {
+    if (reinterpret_cast<size_t>(address) % alignof(V))
+        emulation::fail("an access in global memory at an address that is not a multiple of %zu", alignof(V));
+    return *static_cast<V*>(const_cast<void*>(address));
 }
 
 inline unsigned thread_index_anew() { return threadIdx.x; }

@@ -16,6 +16,7 @@ from ..kept import Kept
 from ..pages import Tables
 from . import launches, tile_table
 from .decode_work import decode_work, in_units, spans_of
+from .extras import Extras, of_dropout
 from .launches import (
     THREADS,
     WARPS,
@@ -35,6 +36,7 @@ VECTOR = 4  # elements per load and store of a cast, if they are contiguous in b
 # took 32 bytes, the threads of a warp would not read and write consecutive ones.
 ROW_VECTOR = {"delta": 8, "out_of_delta": 8, "merge": 4, "add": 4}
 BATCH = 4  # rows of a thread of merge
+TAKEN = "q", "k", "v", "begin", "end", "scale", "softcap"  # of every block
 
 
 KEPT_WORKS = 512  # lists of work, of some 10 KiB, and ways to find them
@@ -58,7 +60,7 @@ class KernelLaunches:
     """`attend` and the other computing launches of `mpiattn.backends.base`, as kernel launches."""
 
     dtypes: tuple[str, ...] = tuple(tile_table.ELEMENTS)
-    takes: tuple[str, ...] = ("q", "k", "v", "begin", "end", "scale", "softcap", "pages", "page_size")
+    takes: tuple[str, ...] = (*TAKEN, "pages", "page_size", "bias", "dropout")
 
     def __init__(self):
         super().__init__()
@@ -77,7 +79,8 @@ class KernelLaunches:
         _check_groups(block)
         if not (len(block.q) and len(block.k)):
             return
-        shape = BlockShape.of(block, out.shape[2], len(block.begin))
+        extras = Extras.of(block, self._address)
+        shape = BlockShape.of(block, out.shape[2], len(block.begin), extras)
         launch = forward_launch(shape, self.architecture, self.processors)
         self._check_alignment("out", out, launch.alignment)
         splits = launch.grid[1]
@@ -90,9 +93,13 @@ class KernelLaunches:
             )
         )
         begin, end = self._numbers(block.begin, block.end)
-        self._run(launch.kernel, launch.grid, *self._arrays(block), begin, end, *into, *launch.numbers)
+        more = () if extras is None else (*extras.of_bias(block), *self._of_dropout(block))
+        self._run(launch.kernel, launch.grid, *self._arrays(block), begin, end, *into, *launch.numbers, *more)
         if splits > 1:
             self._merge((out, lse), into, begin, 0, lse.size, splits, splits)  # `begin` is not read
+
+    def _of_dropout(self, block):
+        return of_dropout(block.dropout, lambda positions: self.contiguous(positions, 4))
 
     def _arrays(self, block):
         """(q, k, v) of a block, contiguous; k again where keys hold the values."""
@@ -103,7 +110,8 @@ class KernelLaunches:
         if not len(block.q):
             return
         tables, begin, end = Tables.of(block.pages), block.begin, block.end
-        shape = BlockShape.of(block, out.shape[2], len(tables))
+        extras = Extras.of_pages(block, self._address, len(tables))
+        shape = BlockShape.of(block, out.shape[2], len(tables), extras)
         launch = pages_launch(shape, self.architecture, self.processors)
         self._check_alignment("out", out, launch.alignment)
         work = self._work_of(launch, begin.reshape(len(tables), -1), end.reshape(len(tables), -1))
@@ -126,6 +134,7 @@ class KernelLaunches:
             lse,
             *into,
             *launch.numbers,
+            *(() if extras is None else extras.of_bias(block)),
         )
         if work.parts:
             self._merge((out, lse), into, work.array, 4 * work.items, rows * lse.shape[1], work.most, 0)
@@ -177,8 +186,9 @@ class KernelLaunches:
         _check_groups(block)
         if not (len(block.q) and len(block.k)):
             return
-        shape, (dq, dk, dv) = BlockShape.of(block, given.dout.shape[2], len(block.begin)), grads
-        of_q, of_hulls, of_kv = backward_launches(shape, self.architecture, self.processors)
+        (dq, dk, dv, dbias), extras = grads, Extras.of(block, self._address, grads.dbias)
+        shape = BlockShape.of(block, given.dout.shape[2], len(block.begin), extras)
+        of_q, of_hulls, of_kv, key_sums = backward_launches(shape, self.architecture, self.processors)
         self._check_alignment("dq", dq, of_q.alignment)
         self._check_alignment("dk", dk, of_q.alignment)
         if not shape.shared_kv:
@@ -186,7 +196,17 @@ class KernelLaunches:
         (q, k, v), dout = self._arrays(block), self.contiguous(given.dout)
         lse, delta, begin, end = self._numbers(given.lse, given.delta, block.begin, block.end)
         inputs = q, dout, lse, delta, k, v, begin, end
-        self._run(of_q.kernel, of_q.grid, *inputs, dq, *of_q.numbers)
+        more_of_q = more_of_kv = ()
+        if extras is not None:
+            of_bias, of_gradient, of_sums, dropout = extras.of_bias(block), (), (), self._of_dropout(block)
+            if key_sums:
+                sums_launch, sums_shape = key_sums
+                of_queries = self._work_array("key sums", sums_shape, "float32")
+                of_sums = of_queries, *of_kv.of_gradient
+            elif dbias is not None:
+                of_gradient = dbias, *extras.dbias.numbers(), *of_q.of_gradient
+            more_of_q, more_of_kv = (*of_bias, *of_gradient, *dropout), (*of_bias, *of_sums, *dropout)
+        self._run(of_q.kernel, of_q.grid, *inputs, dq, *of_q.numbers, *more_of_q)
         hulls = self._work_array("hulls", (of_hulls.grid[0], 4), "int32")
         self._run(of_hulls.kernel, of_hulls.grid, begin, end, hulls, *of_hulls.numbers)
         splits = of_kv.grid[2]
@@ -200,8 +220,10 @@ class KernelLaunches:
             for of_splits in sums:
                 of_splits.fill(0)
         self._run(
-            of_kv.kernel, of_kv.grid, *inputs, hulls, sums[0], sums[-1], *of_kv.numbers
+            of_kv.kernel, of_kv.grid, *inputs, hulls, sums[0], sums[-1], *of_kv.numbers, *more_of_kv
         )  # without v, dv is unused
+        if key_sums:
+            self._run(sums_launch.kernel, sums_launch.grid, dbias, of_queries, *sums_launch.numbers)
         if splits > 1:
             for result, of_splits in zip(results, sums):
                 fours = result.size // 4

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .decode_work import MOST_ITEMS
+from .extras import Extras, Owners, options_of
 from .kernel_source import Kernel
 from .tile_table import DECODE_ROWS, Blocks, attention_kernel, blocks_per_processor, element, score_form
 
@@ -22,19 +23,23 @@ KEPT = 1024  # entries of each cache of launches
 
 
 class Launch(NamedTuple):
-    """A launch without its arrays.  numbers: scalar arguments.  alignment: bytes that divide the result's address."""
+    """A launch without its arrays.  numbers: scalar arguments.  alignment: bytes that divide the result's address.
+
+    of_gradient: scalar arguments that follow the gradient of a bias.
+    """
 
     kernel: Kernel
     grid: tuple
     numbers: tuple
     alignment: int = 4
+    of_gradient: tuple = ()
 
 
 class BlockShape(NamedTuple):
     """All that the launches of a block depend on: what does not change from call to call.
 
     q, k: shapes of these arrays.  groups: groups of heads with their own intervals, or sequences in pages.
-    page_size: 0 if the keys are a chunk.  shared_kv: whether keys hold the values.
+    page_size: 0 if the keys are a chunk.  shared_kv: whether keys hold the values.  extras: `Extras` or None.
     """
 
     q: tuple
@@ -46,13 +51,16 @@ class BlockShape(NamedTuple):
     softcap: float | None
     page_size: int
     shared_kv: bool
+    extras: Extras | None = None
 
     @classmethod
-    def of(cls, block, value_dim, groups):
+    def of(cls, block, value_dim, groups, extras=None):
         """Of a `mpiattn.backends.block.BlockInputs`."""
         q, k, v = block[:3]
         shared_kv, page_size = v is None, block.page_size or 0
-        return cls(q.shape, k.shape, value_dim, groups, q.dtype, block.scale, block.softcap, page_size, shared_kv)
+        return cls(
+            q.shape, k.shape, value_dim, groups, q.dtype, block.scale, block.softcap, page_size, shared_kv, extras
+        )
 
 
 def _alignment(dim):
@@ -64,7 +72,8 @@ def _forward(of, tokens, packed, architecture):
     """(work, kernel, tile, inner and factor) of attention of `tokens` tokens with `packed` query heads per KV head."""
     score, inner, factor = score_form(of.scale, of.softcap)
     work = "decode" if tokens * packed <= DECODE_ROWS else "forward"
-    blocks = Blocks(of.dtype.name, of.q[2], of.value_dim, packed, score, of.page_size, of.shared_kv)
+    options = options_of(of.extras, work)
+    blocks = Blocks(of.dtype.name, of.q[2], of.value_dim, packed, score, of.page_size, of.shared_kv, options)
     kernel, cut = attention_kernel(work, blocks, architecture)
     return work, kernel, cut, (np.float32(inner), np.float32(factor))
 
@@ -126,14 +135,24 @@ def pages_launch(of, architecture, processors):
 def backward_launches(of, architecture, processors):
     """The launches of a block's gradients: dq, then the hulls of gradient_kv's row tiles, then dk and dv.
 
-    of: a `BlockShape`.  The grid of the last is (key tiles * KV heads, parts, splits).
+    of: a `BlockShape`.  The grid of the last is (key tiles * KV heads, parts, splits).  Where
+    gradient_kv sums the gradient of a bias, `key_sums` comes last, else None.
     """
     (tokens, heads, head_dim), (keys, kv_heads, _), value_dim, groups = of.q, of.k, of.value_dim, of.groups
     packed = heads // kv_heads
     score, inner, factor = score_form(of.scale, of.softcap)
-    blocks = Blocks(of.dtype.name, head_dim, value_dim, packed, score, shared_kv=of.shared_kv)
+    extras, sums_keys = of.extras, of.extras is not None and of.extras.sums_keys
+    owners = Owners(packed, kv_heads, 1, 0, 1)
+    if extras is not None and extras.dbias is not None and not sums_keys:
+        owners = Owners.of(extras.dbias, heads, packed)
+    all_packed, packed = packed, 1 if sums_keys else packed  # of gradient_kv, which sums those of each query head
     (of_q, q_cut), (of_kv, kv_cut) = (
-        attention_kernel(work, blocks, architecture) for work in ("gradient_q", "gradient_kv")
+        attention_kernel(
+            work,
+            Blocks(of.dtype.name, head_dim, value_dim, together, score, 0, of.shared_kv, options_of(extras, work)),
+            architecture,
+        )
+        for work, together in (("gradient_q", owners.packed), ("gradient_kv", packed))
     )
     numbers = *map(np.int32, (tokens, keys, kv_heads, groups)), *map(np.float32, (inner, factor, of.scale))
     tiles, key_tiles = -(-tokens * packed // kv_cut.columns), -(-keys // kv_cut.rows) * kv_heads
@@ -141,12 +160,23 @@ def backward_launches(of, architecture, processors):
     if head_dim % 4 == value_dim % 4 == 0:  # add_splits adds four numbers at a time
         wanted = ROUNDS * places(of_kv, architecture, processors) // (key_tiles * kv_cut.parts)
         splits = max(1, min(MOST_SPLITS, wanted, tiles // LEAST_ROW_TILES))
+    of_sums = None
+    if sums_keys:
+        of_sums = key_sums(extras.dbias, (splits * kv_cut.column_warps, heads, keys))
+    q_tiles = -(-tokens * owners.packed // q_cut.rows)
     return (
-        Launch(of_q, (-(-tokens * packed // q_cut.rows) * kv_heads, q_cut.parts, 1), numbers, _alignment(head_dim)),
+        Launch(
+            of_q, (q_tiles * owners.number, q_cut.parts, 1), numbers, _alignment(head_dim), owners.numbers(all_packed)
+        ),
         Launch(hulls_kernel(packed, kv_cut), (tiles * groups, 1, 1), (np.int32(tokens),)),
         Launch(
-            of_kv, (key_tiles, kv_cut.parts, splits), (*numbers, np.int32(-(-tiles // splits))), _alignment(value_dim)
+            of_kv,
+            (key_tiles, kv_cut.parts, splits),
+            (*numbers, np.int32(-(-tiles // splits))),
+            _alignment(value_dim),
+            (np.int32(all_packed),),
         ),
+        of_sums,
     )
 
 
@@ -170,6 +200,18 @@ def partials_kernel(name, dtype, vector=1, threads=THREADS):
     shared = {"sink_gradient": threads // 32 * 8, "merge_parts": threads * 16}.get(name, 0)  # bytes
     defines = ("ELEMENT", element(dtype)), ("THREADS", threads), ("VECTOR", vector)
     return Kernel(name, "partials.cu", defines, threads, shared)
+
+
+def key_sums(dbias, shape):
+    """The `Launch` that adds sums (parts, heads, keys) of gradient_kv to a gradient, and the shape.  dbias: `Rows`."""
+    parts, heads, keys = shape
+    (own_sequences, own_heads, _), of_sequence = dbias.shape, dbias.heads_of_sequence(heads)
+    numbers = (
+        *dbias.numbers()[:2],
+        *map(np.int32, (keys, heads // of_sequence, of_sequence, own_sequences, own_heads, parts)),
+    )
+    grid = -(-own_sequences * own_heads * keys // THREADS), 1, 1
+    return Launch(partials_kernel("add_key_sums", "float32"), grid, numbers), shape
 
 
 def merge_kernel(parts):

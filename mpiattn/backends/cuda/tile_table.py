@@ -255,6 +255,7 @@ class Blocks(NamedTuple):
     score: SCORE of `score_form`.
     page_size: slots of a page if the keys are in a pool, forward only; 0 if they are a chunk.
     shared_kv: whether keys hold the values.
+    options: (name, value) of the constants of what few blocks have (`extras`).
     """
 
     dtype: str
@@ -264,6 +265,7 @@ class Blocks(NamedTuple):
     score: int = 0
     page_size: int = 0
     shared_kv: bool = False
+    options: tuple = ()
 
 
 @cache
@@ -272,7 +274,7 @@ def attention_kernel(work, blocks, architecture, cut=None):
 
     architecture: compute capability, such as 90.  cut: in place of the table's tile.
     """
-    dtype, head_dim, value_dim, heads_per_kv, score, page_size, shared_kv = blocks
+    dtype, head_dim, value_dim, heads_per_kv, score, page_size, shared_kv, options = blocks
     size = itemsize(dtype)
     cut = cut or tile(work, size, head_dim, value_dim, architecture, shared_kv)
     depth, value_depth = (_padded(dim, 64 if shared_kv else 32) for dim in (head_dim, value_dim))
@@ -307,7 +309,7 @@ def attention_kernel(work, blocks, architecture, cut=None):
         defines["COLUMN_WARPS"] = cut.column_warps
     if name == "forward":
         defines["PAGE_SIZE"] = page_size
-    return Kernel(name, f"{name}.cu", tuple(defines.items()), 32 * cut.warps, shared), cut
+    return Kernel(name, f"{name}.cu", (*defines.items(), *options), 32 * cut.warps, shared), cut
 
 
 def blocks_per_processor(kernel, registers, architecture):

@@ -40,7 +40,7 @@ KERNEL_OPTIONS = ("-O1", "-shared")
 GRID_LIMIT = 65535  # CUDA's limit for the second and third dimension of a grid
 PROCESSORS = 3  # multiprocessors of the emulated GPU; sets into how many splits decoding cuts the keys
 
-_C_TYPES = {np.int32: ctypes.c_int, np.int64: ctypes.c_longlong, np.float32: ctypes.c_float}
+_C_TYPES = {np.int32: ctypes.c_int, np.uint32: ctypes.c_uint, np.int64: ctypes.c_longlong, np.float32: ctypes.c_float}
 
 
 def compiler():
