@@ -219,9 +219,15 @@ class ndarray:
         _later(lambda: values.fill(value))
 
     def sum(self, axis=None, dtype=None, out=None, keepdims=False):
-        result, values = empty((), self.values.dtype), self.values
-        _later(lambda: np.sum(values, out=result.values))
+        values = self.values
+        result = empty(np.empty(values.shape, bool).sum(axis=axis, keepdims=keepdims).shape, values.dtype)
+        _later(lambda: np.sum(values, axis=axis, out=result.values, keepdims=keepdims))
         return result
+
+    def __iadd__(self, other):
+        values, added = self.values, other.values
+        _later(lambda: np.add(values, added, out=values))
+        return self
 
     def get(self, stream=None, order="C", out=None, blocking=True):
         mark = (stream or _current[-1]).record()
@@ -253,6 +259,13 @@ def take(a, indices, axis=None, out=None):
     source, rows, target = a.values, indices.values, out.values
     _later(lambda: np.copyto(target, source[rows]))
     return out
+
+
+def as_strided(x, shape=None, strides=None):
+    return ndarray.of(x.memory, np.lib.stride_tricks.as_strided(x.values, shape, strides))
+
+
+lib = types.SimpleNamespace(stride_tricks=types.SimpleNamespace(as_strided=as_strided))
 
 
 class RawModule:

@@ -15,6 +15,7 @@ def test_the_made_up_cupy_has_nothing_that_cupy_lacks():
     pairs = [(getattr(fake_cupy, name), getattr(cupy, name)) for name in own]
     pairs += [(getattr(fake_cupy.cuda, name), getattr(cupy.cuda, name)) for name in vars(fake_cupy.cuda)]
     pairs += [(fake_cupy.RawKernel, cupy.RawKernel)]
+    pairs += [(fake_cupy.as_strided, cupy.lib.stride_tricks.as_strided)]
     for made_up, real in pairs:
         for name, member in vars(made_up).items() if inspect.isclass(made_up) else ():
             if not name.startswith("_") and name not in HIDDEN.get(made_up.__name__, ()):

@@ -1,13 +1,17 @@
 """The back end `cuda+cudnn` on ranks, with a made-up GPU and a made-up cuDNN."""
 
+import biased
 import fake_cudnn
 import ml_dtypes
 import numpy as np
 import pytest
+from dense import draw_all, masks
+from runs import my_chunks
 
 from mpiattn import ArgumentError, MeshAttention
 from mpiattn.arguments.arrays import on_host
 from mpiattn.backends.testing import emulated
+from mpiattn.problem.problem import Problem
 from mpiattn.verify import reference
 
 pytestmark = [
@@ -76,3 +80,38 @@ def test_a_dlse(comm):
                 plan.backward(dout, q, k, v, out, lse, dlse=np.ones(lse.shape, np.float32) if comm.rank else None)
         plan.backward(dout, q, k, v, out, lse)
         assert blocks["cudnn"] or comm.size > 4
+
+
+@pytest.mark.draw(1)
+@pytest.mark.parametrize("kinds", ["bias", "key_bias alibi", "relative dropout"])
+def test_biases(comm, kinds):
+    """Every kind on a GPU's stream: tiles, what travels with keys, work arrays, and what comes back to the host."""
+    problem = Problem(SEQLEN, HEADS, DIM, 2, KV_HEADS, dtype="bfloat16", causal=True)
+    given, inputs = biased.draw(problem, 1, kinds), draw_all(problem)
+    *right, gradients, _ = biased.expected(problem, inputs, given, **masks(problem))
+    with plan_of(comm, key_bias=given.key_bias is not None) as plan:
+        q, k, v, dout, dlse, _ = my_chunks(plan, *inputs)
+        own = {name: value for name, value in given._asdict().items() if value is not None}
+        if given.bias is not None:
+            own["bias"] = plan.scatter_bias(given.bias, root=None)
+        if given.key_bias is not None:
+            own["key_bias"] = np.ascontiguousarray(given.key_bias[..., plan.positions_k])
+        out, lse = plan.forward(q, k, v, **own)
+        shared = None if given.bias is None else [
+            name for name, length in zip(("batch", "heads"), given.bias.shape) if length == 1
+        ]  # fmt: skip
+        grads = plan.backward(dout, q, k, v, out, lse, dlse=dlse, bias_shared=shared, **own)
+        refs = [right[0], *right[2:5]]
+        for got, ref in zip((out, *grads[:3]), refs):
+            off = np.abs(on_host(got).astype(np.float64) - ref[:, plan.positions]).max()
+            assert off <= OFF["bfloat16"] * np.abs(ref).max() / (1 - given.dropout)
+        for name, got in zip(given.given, grads[3:], strict=True):
+            ref = gradients[name]
+            if name == "bias":
+                got, shape = plan.gather_bias(got, bias_shared=shared), ref.shape
+                assert comm.rank or got.shape == shape
+                if comm.rank:
+                    continue
+            elif name == "key_bias":
+                ref = ref[..., plan.positions_k]
+            assert np.abs(on_host(got) - ref).max() <= 0.1 * np.abs(ref).max(), name
