@@ -20,9 +20,7 @@ def rules_of(problem, drawn):
         p.heads,
         (p.seqlen, p.seqlen_k),
         None if drawn.bias is None else reference_biases.Block(at, at_k, drawn.bias),
-        None
-        if keys is None
-        else reference_biases.Numbers(at_k, keys.reshape((1,) * (3 - keys.ndim) + keys.shape)),
+        None if keys is None else reference_biases.Numbers(at_k, keys.reshape((1,) * (3 - keys.ndim) + keys.shape)),
         drawn.alibi_slopes,
         drawn.relative_bias,
         drawn.relative_grid,

@@ -1,0 +1,131 @@
+"""`plan.verify` of calls with biases and dropout: right results pass, a fault in each kind of bias is noticed."""
+
+import biased
+import numpy as np
+import pytest
+from dense import draw_all
+from runs import my_chunks, problem_of
+from test_agreement import same_error
+from test_biases import of_rank
+
+from mpiattn import MeshAttention, VerificationError
+from mpiattn.verify import spread, spread_biases
+
+SHAPE = {"batch": 2, "seqlen": 45, "heads": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 6}
+TILES = {1: "1x1", 2: "2x1x1", 3: "1x3", 4: "2x1x2"}
+PARAMETERS = ["dalibi_slopes", "drelative_bias"]
+CASES = [
+    ("bias", {"causal": True, "layout": "zigzag", "softcap": 2.0}, {}, 0),
+    ("key_bias alibi", {"layout": "striped", "dtype": "float16"}, {}, 1),
+    ("relative dropout", {"seqlen_k": 31, "dtype": "float64"}, {}, 2),
+    ("grid", {"layout": "contiguous"}, {}, 3),
+    ("bias key_bias alibi relative dropout", {"causal": True}, {"cu_seqlens": [0, 20, 45]}, 4),
+]
+
+
+def results(plan, arguments, drawn, call):
+    """This rank's inputs and results, as arguments of `verify`."""
+    inputs, own = my_chunks(plan, *draw_all(problem_of(arguments), sinks=True)), of_rank(plan, drawn)
+    shared = None
+    if drawn.bias is not None:
+        shared = own["bias_shared"] = [name for name, n in zip(("batch", "heads"), drawn.bias.shape) if n == 1]
+    with_shared = {} if shared is None else {"bias_shared": own.pop("bias_shared")}
+    out, lse = plan.forward(*inputs[:3], sinks=inputs.sinks, **own, **call)
+    how = {"dlse": inputs.dlse, "sinks": inputs.sinks, **own, **with_shared, **call}
+    grads = plan.backward(inputs.dout, *inputs[:3], out, lse, **how)
+    given = {"out": out, "lse": lse, "dout": inputs.dout, "grads": list(grads)}
+    return {"q": inputs.q, "k": inputs.k, "v": inputs.v, **given, **how}
+
+
+def made(comm, drawn, more):
+    return MeshAttention(
+        comm,
+        **SHAPE | more,
+        backend="numpy",
+        key_bias=drawn.key_bias is not None,
+        **({"tile": TILES[comm.size]} if comm.size in TILES else {}),
+    )
+
+
+@pytest.mark.draw(2)
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_right(comm, monkeypatch, case):
+    kinds, more, call, seed = CASES[case]
+    drawn = biased.draw(problem_of(SHAPE | more), seed, kinds)
+    with made(comm, drawn, more) as plan:
+        given = results(plan, SHAPE | more, drawn, call)
+        names = ["out", "lse", "dq", "dk", "dv", "dsinks", *(f"d{name}" for name in drawn.given)]
+        sampled = plan.verify(**given, samples=2)
+        monkeypatch.setattr(spread, "STATE_BYTES", 30000)  # several turns of few tokens
+        monkeypatch.setattr(spread_biases, "STATE_BYTES", 30000)
+        every = plan.verify(**given, samples=None)
+        assert sampled.passed and every.passed
+        assert [array.name for array in every.arrays] == names
+        left_out = PARAMETERS if sampled.arrays[0].checked < 45 else []
+        assert [array.name for array in sampled.arrays] == [name for name in names if name not in left_out]
+        for array in every.arrays:
+            assert array.checked == array.of, array
+
+
+FAULTS = {
+    "forgotten": lambda given: {name: given[name] for name in given if name not in ("bias", "bias_shared")},
+    "another tile": lambda given: given | {"bias": given["bias"][:, :, ::-1].copy()},
+    "wrong column": lambda given: given | {"bias": np.roll(given["bias"], 1, axis=3)},
+    "keys": lambda given: given | {"key_bias": given["key_bias"][..., ::-1].copy()},
+    "slopes": lambda given: given | {"alibi_slopes": given["alibi_slopes"][::-1].copy()},
+    "table": lambda given: given | {"relative_bias": given["relative_bias"][:, ::-1].copy()},
+    "seed": lambda given: given | {"seed": given["seed"] ^ 1},
+    "probability": lambda given: given | {"dropout": given["dropout"] / 2},
+}
+
+
+def test_faults(comm):
+    """Results of a call are not those of one that differs in any bias, or in the seed, and not on one rank alone."""
+    drawn = biased.draw(problem_of(SHAPE), 5, "bias key_bias alibi relative dropout")
+    drawn = drawn._replace(relative_bias=np.arange(9, dtype=np.float32)[None] / 8)
+    with made(comm, drawn, {"layout": "striped"}) as plan:
+        given = results(plan, SHAPE, drawn, {})
+        del given["dout"], given["dlse"], given["grads"]
+        given.pop("bias_shared")
+        for name, fault in FAULTS.items():
+            text = same_error(comm, lambda fault=fault: plan.verify(**fault(given), samples=2), VerificationError)
+            assert "out off by" in text and "lse" in text, name
+        wrong = FAULTS["another tile"](given) if comm.rank == comm.size - 1 else given
+        assert "out off by" in same_error(comm, lambda: plan.verify(**wrong, samples=2), VerificationError)
+        assert plan.verify(**given).passed
+
+
+def test_wrong_gradients(comm):
+    """One number of one rank, of a key or a query that every sample has."""
+    drawn = biased.draw(problem_of(SHAPE), 5, "bias key_bias alibi relative")
+    with made(comm, drawn, {"layout": "contiguous"}) as plan:
+        given, guilty = results(plan, SHAPE, drawn, {}), comm.size - 1
+        names = ("bias", "key_bias", "alibi_slopes", "relative_bias")
+        for number, name in enumerate(names, 6):
+            grads = [gradient.copy() for gradient in given["grads"]]
+            if comm.rank == guilty:
+                grads[number - 2].reshape(-1)[-1] += 10
+            wrong = given | {"grads": grads}
+            text = same_error(comm, lambda wrong=wrong: plan.verify(**wrong, samples=None), VerificationError)
+            place = {"bias": "query 44", "key_bias": "key 44", "alibi_slopes": "head 3"}.get(name, "head")
+            assert f"failed: d{name} off by" in text and f"worst at {place}" in text
+            assert f"of rank {guilty}" in text and text.count("worst") == 1
+
+
+def test_arguments(comm, at_least):
+    drawn = biased.draw(problem_of(SHAPE), 5, "bias alibi")
+    with made(comm, drawn, {"layout": "contiguous"}) as plan:
+        given = results(plan, SHAPE, drawn, {})
+        for says, wrong in {
+            "bias has shape": {"bias": given["bias"][..., 1:]},
+            "dbias has dtype": {"grads": [*given["grads"][:4], given["grads"][4].astype(np.float64)]},
+            "dalibi_slopes has shape": {"grads": [*given["grads"][:5], given["grads"][5][:1]]},
+            "grads are 7 of them": {"grads": [*given["grads"], None]},
+            "key_bias is given": {"key_bias": np.zeros(45, np.float32)},
+            "bias_shared is 'heads'": {"bias_shared": "heads"},
+            "sample_seed is -1": {"sample_seed": -1},
+        }.items():
+            asked = given | (wrong if comm.rank == comm.size - 1 else {})
+            assert says in same_error(comm, lambda asked=asked: plan.verify(**asked))
+        some = plan.verify(**given | {"grads": given["grads"][:5]}, samples=None)
+        assert [array.name for array in some.arrays][-1] == "dbias"
