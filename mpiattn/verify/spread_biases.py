@@ -45,6 +45,17 @@ class GivenBiases(NamedTuple):
     shared: tuple[int, ...]
 
 
+def rules_of(problem, given: BiasArguments, dense, of_keys):
+    """`PairRules` of the arguments of a call, which were checked; dense and of_keys as there."""
+    slopes, table = (
+        None if each is None else np.asarray(each, np.float64) for each in (given.alibi_slopes, given.relative_bias)
+    )
+    grid = None if given.relative_grid is None else tuple(given.relative_grid)
+    cyclic = None if given.relative_cyclic is None else tuple(map(bool, given.relative_cyclic))
+    lengths = problem.seqlen, problem.seqlen_k
+    return PairRules(problem.heads, lengths, dense, of_keys, slopes, table, grid, cyclic, given.dropout, given.seed)
+
+
 class SpreadBiases:
     """The biases of a verification.  own_keys: positions of this rank's keys.  Its making is collective."""
 
@@ -55,15 +66,9 @@ class SpreadBiases:
         self._dtype = np.float64 if problem.partial_dtype == "float64" else np.float32
         self._whole = problem.batch, problem.heads
         self._own_keys = None if biases.keys is None else Numbers(own_keys, biases.keys)
-        arrays = [
-            None if each is None else np.asarray(each, np.float64) for each in (of.alibi_slopes, of.relative_bias)
-        ]
-        grid, cyclic = (each if each is None else tuple(each) for each in (of.relative_grid, of.relative_cyclic))
-        lengths = problem.seqlen, problem.seqlen_k
-        of_pairs = (*arrays, grid, cyclic, of.dropout, of.seed)
-        self.rules = PairRules(problem.heads, lengths, None, self._own_keys, *of_pairs)
+        self.rules = rules_of(problem, of, None, self._own_keys)
         self.dense = biases.tile is not None
-        if self.dense:
+        if biases.tile is not None:
             longest = peers.largest(biases.tile.shape[:2])  # ranks may give the same bias with other axes
             of_plane = biases.sequences, biases.heads
             self._axes = tuple(
