@@ -9,10 +9,12 @@ from test_agreement import same_error
 from test_biases import of_rank
 
 from mpiattn import MeshAttention, VerificationError
-from mpiattn.verify import spread, spread_biases
+from mpiattn.arguments.biases import BiasArguments
+from mpiattn.verify import bias_gradients, compare, gradients, reference_biases, spread, spread_biases
 
 SHAPE = {"batch": 2, "seqlen": 45, "heads": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 6}
 TILES = {1: "1x1", 2: "2x1x1", 3: "1x3", 4: "2x1x2"}
+DRAWN = ["dbias", "dkey_bias", "dalibi_slopes"]
 PARAMETERS = ["dalibi_slopes", "drelative_bias"]
 CASES = [
     ("bias", {"causal": True, "layout": "zigzag", "softcap": 2.0}, {}, 0),
@@ -129,3 +131,47 @@ def test_arguments(comm, at_least):
             assert says in same_error(comm, lambda asked=asked: plan.verify(**asked))
         some = plan.verify(**given | {"grads": given["grads"][:5]}, samples=None)
         assert [array.name for array in some.arrays][-1] == "dbias"
+
+
+def test_of_files(comm):
+    """What the command line compares, with inputs that every rank can read: all rows, and a sample."""
+    problem = problem_of(SHAPE)
+    drawn = biased.draw(problem, 3, "bias key_bias alibi dropout")
+    whole = draw_all(problem)
+    with made(comm, drawn, {"layout": "striped"}) as plan:
+        given = results(plan, SHAPE, drawn, {})
+        sinkless = {name: value for name, value in given.items() if name in (*drawn.given, "dropout", "seed")}
+        out, lse = plan.forward(given["q"], given["k"], given["v"], **sinkless)
+        grads = plan.backward(
+            given["dout"], given["q"], given["k"], given["v"], out, lse, bias_shared=given["bias_shared"], **sinkless
+        )
+        at, at_k = np.arange(45), np.arange(45)
+        keys = drawn.key_bias.reshape((1,) * (3 - drawn.key_bias.ndim) + drawn.key_bias.shape)
+        dense, of_keys = reference_biases.Block(at, at_k, drawn.bias), reference_biases.Numbers(at_k, keys)
+        arguments = BiasArguments(alibi_slopes=drawn.alibi_slopes, dropout=drawn.dropout, seed=drawn.seed)
+        rules = spread_biases.rules_of(problem, arguments, dense, of_keys)
+        arrays = dict(zip(("q", "k", "v", "dout"), whole))
+        source = compare.Source(problem, lambda name, start, stop: arrays[name][:, start:stop], None, rules)
+        place = drawn.bias.shape[:2], plan.bias_sequences, plan.bias_heads, *plan.bias_positions
+
+        def reports(limit, fault=None):
+            got = [gradient.copy() for gradient in grads]
+            if fault is not None and comm.rank == comm.size - 1:
+                got[fault].reshape(-1)[:] += 1
+            of_own_keys = got[4].reshape((1,) * (3 - got[4].ndim) + got[4].shape)
+            tile = bias_gradients.TileGradient(got[3], *place)
+            check = bias_gradients.BiasGradients(plan._peers, source, tile, of_own_keys, got[5])
+            layouts = plan.q_layout, plan.k_layout
+            return gradients.verify_results(plan._peers, source, layouts, (out, lse, *got[:3]), limit, biases=check)
+
+        every = reports(1e11)
+        assert all(report.passed for report in every) and list(every[2].errors) == DRAWN
+        assert every[2].rows == every[2].of_rows
+        for fault, name in enumerate(DRAWN, 3):
+            wrong = reports(1e11, fault)
+            assert wrong[0].passed and wrong[1].passed and not wrong[2].passed
+            assert [of for of, error in wrong[2].errors.items() if error > wrong[2].tolerance] == [name]
+        some = reports(4e5)
+        assert all(report.passed for report in some) and list(some[2].errors) == DRAWN[:2]
+        assert some[2].rows < some[2].of_rows
+        assert [reports(4e5, fault)[2].passed for fault in (3, 4)] == [False, False]
