@@ -113,8 +113,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "scale": dict(type=float, help="factor of the scores q.k (default: 1/sqrt(head_dim))"),
     "alibi": dict(
         action="store_true",
-        help="ALiBi: -slope * |distance| is added to the scores, with the usual slopes, 2^(-8 h / heads) of head h from "
-        "1 on; for heads that are no power of two as in ALiBi's own code",
+        help="ALiBi: -slope * |distance| is added to the scores, with the usual slopes, 2^(-8 h / heads) of head h, "
+        "from 1; for heads that are no power of two as in ALiBi's own code",
     ),
     # How it is computed.
     "tile": dict(
