@@ -144,6 +144,11 @@ class RunBiases:
             shapes["alibi_slopes"] = self.call["alibi_slopes"].shape
         return {f"d{name}": (shape, self._problem.partial_dtype) for name, shape in shapes.items()}
 
+    def odd(self):
+        """The number of elements of this rank's part of IN's datasets that are NaN or inf, not -inf, by their role."""
+        counted = {"bias": "bias" in self._data and self._speaks, "key_bias": True}
+        return {name: nonfinite(self.call[name].reshape(1, -1), True) if counted[name] else 0 for name in self._data}
+
     def keep(self, grads):
         """Keep what `backward` returned for biases; returns the number of elements that are not finite, by dataset."""
         self._grads, odd = dict(zip(self.gradients, map(on_host, grads), strict=True)), {}
@@ -154,7 +159,7 @@ class RunBiases:
 
     @property
     def _speaks(self):
-        """Whether no other plane has the same dbias."""
+        """Whether no other plane has the same tile."""
         return all(n > 1 or of.start == 0 for n, of in zip(self._data["bias"].shape, self._place))
 
     def rules(self):

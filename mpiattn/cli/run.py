@@ -180,7 +180,7 @@ def _compute(job, args, plan, source, documents, activity, added):
         del layouts["v"]
     chunks = dict(zip(layouts, job("read", lambda: _read(source, layouts, job.peers, plan, added))))
     results, local = {}, _local(job.comm, plan, activity)
-    odd = {name: nonfinite(array) for name, array in chunks.items()}
+    odd = {name: nonfinite(array) for name, array in chunks.items()} | added.odd()
     inputs = [chunks.get(name) for name in ("q", "k", "v")]
 
     def whole(call, how):
