@@ -175,3 +175,15 @@ def test_of_files(comm):
         assert all(report.passed for report in some) and list(some[2].errors) == DRAWN[:2]
         assert some[2].rows < some[2].of_rows
         assert [reports(4e5, fault)[2].passed for fault in (3, 4)] == [False, False]
+
+
+def test_tensors(comm):
+    """Tensors that require gradients, as a model has them."""
+    torch = pytest.importorskip("torch")
+    drawn = biased.draw(problem_of(SHAPE), 5, "bias key_bias alibi relative")
+    with made(comm, drawn, {"layout": "contiguous"}) as plan:
+        given = results(plan, SHAPE, drawn, {})
+        tensors = {name: torch.tensor(given[name], requires_grad=True) for name in (*drawn.given, "q", "k", "v")}
+        grads = [torch.tensor(gradient) for gradient in given["grads"]]
+        verification = plan.verify(**given | tensors | {"grads": grads}, samples=None)
+        assert verification.passed and len(verification.arrays) == 10
