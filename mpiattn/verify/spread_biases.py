@@ -69,7 +69,8 @@ class SpreadBiases:
         self.rules = rules_of(problem, of, None, self._own_keys)
         self.dense = biases.tile is not None
         if biases.tile is not None:
-            longest = peers.largest(biases.tile.shape[:2])  # ranks may give the same bias with other axes
+            # Ranks may give the same bias with other axes, and where planes split an axis each says what it has.
+            longest = peers.largest(biases.tile.shape[:2])
             of_plane = biases.sequences, biases.heads
             self._axes = tuple(
                 1 if length == 1 and of.stop - of.start == whole else whole
@@ -116,17 +117,10 @@ class SpreadBiases:
     def _values(self, rows, columns):
         """A dense bias of some queries and keys that are the same on every rank: (batch or 1, heads or 1, ...)."""
         values = np.zeros((*self._axes, len(rows), len(columns)), self._dtype)
-        if self._speaks:
-            (i, j), (r, c) = self._shared_with_tile(rows, columns)
-            self._of_plane(values)[:, :, i[:, None], j] = self._biases.tile[:, :, r[:, None], c]
+        (i, j), (r, c) = self._shared_with_tile(rows, columns)
+        self._of_plane(values)[:, :, i[:, None], j] = self._biases.tile[:, :, r[:, None], c]
         self._add_up(values)
         return values
-
-    @property
-    def _speaks(self):
-        """Whether no other plane says what this one's tile holds too."""
-        of_plane = self._biases.sequences, self._biases.heads
-        return all(length > 1 or of.start == 0 for length, of in zip(self._axes, of_plane))
 
     def _shared_with_tile(self, rows, columns):
         """Where the queries and keys of this rank's tile are among some of them, and where those are in the tile."""
