@@ -30,7 +30,8 @@ def add_arguments(parser):
         ),
         ("key-bias", "a number for each key, added to its scores: a dataset of IN, " + ", ".join(SHAPES["key_bias"])),
     ):
-        parser.add_argument(f"--{name}", metavar="DATASET", help=meaning)
+        dest = f"{name}_dataset".replace("-", "_")  # key_bias is an argument of a plan
+        parser.add_argument(f"--{name}", metavar="DATASET", dest=dest, help=meaning)
     options.add(parser, "alibi")
     parser.add_argument(
         "--dropout",
@@ -55,7 +56,7 @@ class RunBiases:
         self._source, self._problem, self._names = source, problem, {}
         self._data = {}
         for name in SHAPES:
-            dataset = getattr(args, name)
+            dataset = getattr(args, f"{name}_dataset")
             if dataset is not None:
                 self._names[name], self._data[name] = dataset, self._dataset(name, dataset)
         BiasArguments(dropout=args.dropout, seed=args.seed).threshold()
