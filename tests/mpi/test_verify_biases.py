@@ -1,10 +1,14 @@
 """`plan.verify` of calls with biases and dropout: right results pass, a fault in each kind of bias is noticed."""
 
+import os
+
 import biased
+import draws
 import numpy as np
 import pytest
 from dense import draw_all
-from runs import my_chunks, problem_of
+from random_cases import draw_case
+from runs import my_chunks, problem_of, subcomm
 from test_agreement import same_error
 from test_biases import of_rank
 
@@ -12,6 +16,7 @@ from mpiattn import MeshAttention, VerificationError
 from mpiattn.arguments.biases import BiasArguments
 from mpiattn.verify import bias_gradients, compare, gradients, reference_biases, spread, spread_biases
 
+SEED, RANDOM = draws.seed(), int(os.environ.get("MPIATTN_CASES", "4"))
 SHAPE = {"batch": 2, "seqlen": 45, "heads": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 6}
 TILES = {1: "1x1", 2: "2x1x1", 3: "1x3", 4: "2x1x2"}
 DRAWN = ["dbias", "dkey_bias", "dalibi_slopes"]
@@ -187,3 +192,21 @@ def test_tensors(comm):
         grads = [torch.tensor(gradient) for gradient in given["grads"]]
         verification = plan.verify(**given | tensors | {"grads": grads}, samples=None)
         assert verification.passed and len(verification.arrays) == 10
+
+
+@pytest.mark.many
+def test_random_cases(comm):
+    """Masks, tiles and dtypes of any kind, a sample and all."""
+    for index in range(RANDOM):
+        case = draw_case(SEED, 2 * 10**6 + index, comm.size)
+        drawn = biased.draw(problem_of(case.plan), case.seed)
+        call = case.call
+        if drawn.alibi_slopes is not None or drawn.relative_bias is not None:
+            call = {} if set(call) - {"cu_seqlens", "padding"} else call
+        with subcomm(comm, case.members) as group:
+            if group is None:
+                continue
+            how = {"backend": "numpy", "key_bias": drawn.key_bias is not None}
+            with MeshAttention(group, **case.plan, **how) as plan:
+                given = results(plan, case.plan, drawn, call)
+                assert all(plan.verify(**given, samples=samples).passed for samples in (2, None))
