@@ -133,8 +133,10 @@ class Verified(Described, Distributed):
         (True, ['out', 'lse', 'dq', 'dk', 'dv'])
         """
         documents = DocumentArguments(cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents, padding)
-        of_scores = map(detached, (bias, key_bias, alibi_slopes, relative_bias))
-        added = BiasArguments(*of_scores, relative_grid, relative_cyclic, dropout, seed)
+        bias, key_bias, alibi_slopes, relative_bias = map(detached, (bias, key_bias, alibi_slopes, relative_bias))
+        added = BiasArguments(
+            bias, key_bias, alibi_slopes, relative_bias, relative_grid, relative_cyclic, dropout, seed
+        )
         with self.call("verify") as call:
             with call.agreement() as same:
                 _check_sample(samples, sample_seed)
