@@ -87,6 +87,11 @@ FEATURES = {
     "softcap": Feature({"softcap": 5.0}, decode={"softcap": 5.0}, options=("softcap",)),
     "scale": Feature({"scale": 0.5}, decode={"scale": 0.5}, options=("scale",)),
     "sinks": Feature({}, {"sinks": True}, decode={"sinks": True}, options=("sinks",)),
+    "bias, dense": Feature({}, {"bias": True}, options=("bias", "bias_dataset")),
+    "key_bias": Feature({"key_bias": True}, {"key_bias": True}, options=("key_bias_dataset",)),
+    "alibi_slopes": Feature({}, {"alibi_slopes": True}, options=("alibi",)),
+    "relative_bias": Feature({}, {"relative_bias": True}),
+    "dropout": Feature({}, {"dropout": 0.25, "seed": 1}, options=("dropout",)),
     "layout contiguous": Feature({"layout": "contiguous"}, options=("layout",)),
     "layout striped": Feature({"layout": "striped"}, options=("layout",)),
     "layout zigzag": Feature({"layout": "zigzag"}, options=("layout",)),
@@ -104,6 +109,7 @@ class RefusesAsCuda(NumpyBackend):
     """NumPy's launches behind the checks of the CUDA back end."""
 
     name, dtypes, transport = "cuda", KernelLaunches.dtypes, "staged"
+    takes = KernelLaunches.takes
     architecture, processors = 90, 1
     scratch_bytes = KernelLaunches.scratch_bytes
 
@@ -167,8 +173,8 @@ def places(feature):
         return inspect.signature(function).parameters.keys()
 
     of_call = set(feature.call)
-    takers = ["a plan" if not of_call else "a plan's calls", "`attention`"]
-    assert of_call <= takes(mpiattn.MeshAttention.forward) & takes(mpiattn.MeshAttention.backward) & set(OF_CALL)
+    takers = ["a plan" if not of_call else "a plan's calls"] + ["`attention`"] * (of_call <= set(OF_CALL))
+    assert of_call <= takes(mpiattn.MeshAttention.forward) & takes(mpiattn.MeshAttention.backward)
     assert set(feature.plan) <= takes(mpiattn.MeshAttention.__init__)
     if feature.decode is not None:
         takers.append("`KVCache`" if set(feature.decode) & takes(mpiattn.KVCache.__init__) else "`tree_decode`")
@@ -200,8 +206,15 @@ def attend(feature, backend, what):
         k = random((p.batch, p.seqlen_k, p.kv_heads, p.head_dim), p.dtype)
         v = None if p.shared_kv else random((p.batch, p.seqlen_k, p.kv_heads, p.value_dim), p.dtype)
         call = dict(feature.call)
-        if "sinks" in call:
-            call["sinks"] = np.zeros(p.heads, p.partial_dtype)
+        for name, shape in {
+            "sinks": (p.heads,),
+            "bias": (p.batch, p.heads, p.seqlen, p.seqlen_k),
+            "key_bias": (p.heads, p.seqlen_k),
+            "alibi_slopes": (p.heads,),
+            "relative_bias": (p.heads, 2 * TOKENS + 1),
+        }.items():
+            if name in call:
+                call[name] = np.zeros(shape, p.partial_dtype)
         out, lse = plan.forward(q, k, v, **call)
         if what == "backward":
             plan.backward(out, q, k, v, out, lse, **call)

@@ -85,6 +85,17 @@ def test_keys_that_hold_the_values():
     assert sent == {False: 65 * (24 + 16) * 4, True: 65 * 24 * 4}
 
 
+def test_biases():
+    """ALiBi and a dense bias, whose gradients are checked too; they send nothing."""
+    options = "--direction both --tile 2x2 2x1x2 --batch 2 --layout striped --alibi --bias --backend numpy --json -"
+    data = json.loads(bench(4, *options.split()).stdout)
+    assert data["alibi"] and data["bias"]
+    for case in data["cases"]:
+        assert "dbias off by" in case["checked"]["biases"]["summary"]
+        assert case["checked"]["biases"]["rows"] == 4 * 65
+        assert all(figures["counted"] for figures in case["passes"].values())
+
+
 def test_emulated_compute_is_called_so():
     outcome = bench(
         2, "--backend", "paced:0.05", "--tile", "qring", "--schedule", "greedy", "--layout", "contiguous", "--json", "-"

@@ -53,6 +53,25 @@ def test_gradient_and_documents(tmp_path, dtype):
             assert (np.diff(cuts) > 0).all()
 
 
+@pytest.mark.parametrize("more, shape", [([], (2, 4, 33, 21)), (["--shared-bias"], (1, 4, 33, 21))])
+def test_bias(tmp_path, monkeypatch, capsys, more, shape):
+    options = ["--batch", "2", "--seqlen-k", "21", "--dtype", "bfloat16"]
+    make(tmp_path / "plain.h5", *options)
+    make(tmp_path / "a.h5", *options, "--bias", *more)
+    monkeypatch.setattr(generate, "PIECE_ELEMENTS", 100)
+    make(tmp_path / "b.h5", *options, "--bias", *more)
+    assert f"bias {shape} in float32" in capsys.readouterr().out
+    with (
+        h5py.File(tmp_path / "plain.h5") as plain,
+        h5py.File(tmp_path / "a.h5") as file,
+        h5py.File(tmp_path / "b.h5") as other,
+    ):
+        assert file["bias"].shape == shape and file["bias"].dtype == np.float32
+        assert 0.9 < file["bias"][:].std() < 1.1 and np.array_equal(file["bias"][:], other["bias"][:])
+        assert all(np.array_equal(file[name][:], plain[name][:]) for name in "qkv")
+    assert main(["generate", str(tmp_path / "c.h5"), *"--seqlen 9 --heads 1 --shared-bias".split()]) == 1
+
+
 @pytest.mark.parametrize("piece", [1, 7 * 32, 10**6])
 def test_seed_alone_decides(tmp_path, monkeypatch, piece):
     make(tmp_path / "a.h5", "--seed", "3")

@@ -43,6 +43,7 @@ PURE = {
     "errors",
     "verify.reference",
     "verify.reference_masks",
+    "verify.reference_biases",
     "files.finite",
     "decode.token_owners",
     "system.atomic_file",

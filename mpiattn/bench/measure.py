@@ -16,6 +16,7 @@ from ..console.progress import Progress
 from ..model.machine import PRODUCTS
 from ..plan.mesh_attention import MeshAttention
 from ..verify import compare, gradients
+from .biases import BenchBiases
 from .summary import EMULATED
 from .tensors import Tensors
 
@@ -36,10 +37,14 @@ class Taken(NamedTuple):
 
 
 class Subject:
-    """A plan with this rank's inputs.  taken: its measurements so far, by pass.  reports: of its check, by pass."""
+    """A plan with this rank's inputs.  taken: its measurements so far, by pass.  reports: of its check, by pass.
 
-    def __init__(self, plan, inputs, passes):
+    alibi, bias: as of `BenchBiases`.
+    """
+
+    def __init__(self, plan, inputs, passes, alibi=False, bias=False):
         self.plan, self.passes, self.reports = plan, passes, {}
+        self.biases = BenchBiases(plan, alibi, bias)
         *self.inputs, self.dout = [None if array is None else plan.give(array) for array in inputs]
         self.forward = ()  # (out, lse), for the gradients
         self.taken = {name: Taken([], [], []) for name in passes}
@@ -50,25 +55,29 @@ class Subject:
         case: in words.  Raises VerificationError, the same on every rank.
         """
         plan, layouts = self.plan, (self.plan.q_layout, self.plan.k_layout)
-        self.forward = results = plan.forward(*self.inputs)
+        source, of_biases = compare.Source(plan.problem, read, None, self.biases.rules()), None
+        self.forward = results = plan.forward(*self.inputs, **self.biases.call)
         if "backward" in self.passes:
-            results = *results, *plan.backward(self.dout, *self.inputs, *self.forward)
+            grads = plan.backward(self.dout, *self.inputs, *self.forward, **self.biases.call, **self.biases.of_backward)
+            results = *results, *grads[:3]
+            of_biases = self.biases.verification(peers, source, grads[3:])
         results = [None if array is None else on_host(array) for array in results]
         limit = CHECK_WORK / peers.size
-        reports = gradients.verify_results(peers, compare.Source(plan.problem, read), layouts, results, limit)
+        reports = gradients.verify_results(peers, source, layouts, results, limit, biases=of_biases)
         gradients.check_passed(peers, reports, f"{case} is wrong, nothing is measured: ")
-        self.reports = dict(zip(("forward", "backward"), reports))
+        self.reports = dict(zip(("forward", "backward", "biases"), reports))
 
     def run(self, peers, keep):
         """Run every pass once, each after a barrier; collective.  keep: append the measurements to `taken`."""
         for name in self.passes:
-            plan = self.plan
+            plan, call = self.plan, self.biases.call
             peers.barrier()
             waited, sent, start = plan.wait_seconds, plan.sent[0], time.perf_counter()
             if name == "forward":
-                plan.forward(*self.inputs, check=False)
+                plan.forward(*self.inputs, **call, check=False)
             else:
-                plan.backward(self.dout, *self.inputs, *self.forward, check=False)
+                given = self.dout, *self.inputs, *self.forward
+                plan.backward(*given, **call, **self.biases.of_backward, check=False)
             plan.drain()
             seconds = time.perf_counter() - start
             if keep:
@@ -170,7 +179,7 @@ def _chosen(case, plan):
     )
 
 
-def _subjects(job, cases, how, passes):
+def _subjects(job, cases, how, passes, biases):
     """The distinct plans, each as (its first case, `Subject`), and the index of each case's plan; collective."""
     subjects, inputs, which = {}, {}, []
     for case in cases:
@@ -183,18 +192,19 @@ def _subjects(job, cases, how, passes):
             tensors, place = Tensors(plan.problem), (plan.q_layout, plan.k_layout)
             if place not in inputs:
                 inputs[place] = tensors.inputs(plan.positions, plan.positions_k, "backward" in passes)
-            subjects[chosen] = case, Subject(plan, inputs[place], passes)
+            subjects[chosen] = case, Subject(plan, inputs[place], passes, **biases)
         which.append(list(subjects).index(chosen))
     return list(subjects.values()), which
 
 
-def measure(job, cases, how, passes, runs, warmup):
+def measure(job, cases, how, passes, runs, warmup, biases):
     """Measure every case of one size; returns `Measured`; collective.
 
     how: keyword arguments of `mpiattn.MeshAttention` that the cases share.  passes: names of directions, in order.
+    biases: more arguments of `Subject`.
     """
     peers = job.peers
-    asked, which = job("plan", lambda: _subjects(job, cases, how, passes))
+    asked, which = job("plan", lambda: _subjects(job, cases, how, passes, biases))
     subjects = [subject for _, subject in asked]
     problem, local = subjects[0].plan.problem, backends.get(subjects[0].plan.backend)
     one_rank = OneRank(problem, peers.size, local, passes)

@@ -101,6 +101,7 @@ def _problem(data):
         f"batch {p['batch']}, {heads} x {dims}, {p['dtype']}, {'causal' if p['causal'] else 'full'}"
         + "".join(f", {name} {p[name]}" for name in ("prefix", "causal_block") if p.get(name))
         + window
+        + "".join(f", {text}" for name, text in (("alibi", "ALiBi"), ("bias", "a dense bias")) if data.get(name))
     )
 
 

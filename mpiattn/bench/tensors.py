@@ -4,10 +4,12 @@ So each rank makes its own tokens, for any layout, and a check can make any othe
 """
 
 import math
+from itertools import product
 
 import numpy as np
 
 NAMES = ("q", "k", "v", "dout")
+BIAS = 2**63  # hashed for the first number of a bias: tensors have smaller ones
 PIECE = 2**20  # elements that are made at a time
 
 
@@ -47,6 +49,20 @@ class Tensors:
                 bits = _mixed(positions[some, None] * np.uint64(width) + within) >> np.uint64(11)
                 tokens[b, some] = (bits * 2.0**-52 - 1) * math.sqrt(3)  # 53 bits as [-1, 1)
         return tokens.reshape(batch, len(positions), *row)
+
+    def pairs(self, sequences, heads, rows, columns):
+        """A bias of some sequences and heads, slices, and of queries and keys at some positions."""
+        p = self.problem
+        rows, columns = (np.asarray(positions, np.uint64) for positions in (rows, columns))
+        numbers, heads = range(p.batch)[sequences], range(p.heads)[heads]
+        bias = np.empty((len(numbers), len(heads), len(rows), len(columns)), p.partial_dtype)
+        step = max(1, PIECE // max(1, len(columns)))
+        for (b, h), start in product(np.ndindex(bias.shape[:2]), range(0, len(rows), step)):
+            first = BIAS + (numbers[b] * p.heads + heads[h]) * p.seqlen * p.seqlen_k
+            some = slice(start, start + step)
+            bits = _mixed(rows[some, None] * np.uint64(p.seqlen_k) + columns + np.uint64(first)) >> np.uint64(11)
+            bias[b, h, some] = (bits * 2.0**-52 - 1) * math.sqrt(3)
+        return bias
 
     def read(self, name, start, stop):
         """The tokens of a tensor at positions [start, stop), as `mpiattn.verify.compare.Source` reads them."""

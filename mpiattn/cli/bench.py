@@ -67,7 +67,13 @@ def add_arguments(parser):
     parser.add_argument("--head-dim", type=int, default=128, metavar="D", help="elements of a head (default: 128)")
     options.add(parser, *options.VALUES, "batch")
     options.add_dtype(parser)
-    options.add(parser, *options.MASKS, "mask")
+    options.add(parser, *options.MASKS, "mask", "alibi")
+    parser.add_argument(
+        "--bias",
+        action="store_true",
+        help="add a dense bias to the scores, (batch, heads, seqlen, seqlen) in the dtype of lse, and compute its "
+        "gradient too",
+    )
     options.add_direction(parser, "which passes to measure, and to choose for")
     parser.add_argument(
         "--tile",
@@ -151,9 +157,10 @@ def _sweep(job, args):
         asked = cases(comm.size, seqlens, args.tile, args.schedule, args.route, args.no_overlap, planes)
     how = options.given(args, *options.SHAPE, *options.MASKS, *PLAN, "direction", "timeout")
     how |= {"layout": layouts[0], "mask": mask}
+    biases = options.given(args, "alibi", "bias")
     data, passes = {"mpiattn": __version__, "ranks": comm.size, **_environment(peers)}, []
     for number, of_size in enumerate(asked, 1):
-        measured = measure.measure(job, of_size, how, DIRECTIONS[args.direction], args.runs, args.warmup)
+        measured = measure.measure(job, of_size, how, DIRECTIONS[args.direction], args.runs, args.warmup, biases)
         plan = measured.plan
         by_plan = [passes_of(figures, plan.problem) for figures in measured.plans]
         summaries = [{name: timed.summary() for name, timed in of_plan.items()} for of_plan in by_plan]
@@ -166,6 +173,7 @@ def _sweep(job, args):
             "machine": plan.machine.as_dict(),
             "problem": _problem(plan.problem),
             **options.given(args, "direction", "runs", "warmup"),
+            **biases,
             "cases": [*data.get("cases", []), *measured_cases],
         }
         with agreement(peers, only=0):

@@ -1,8 +1,9 @@
 """Make an HDF5 file of random queries, keys and values.
 
-The datasets q (batch, seqlen, heads, head_dim), k and v (batch, seqlen_k, kv_heads, ...), and with --dout dout
-(batch, seqlen, heads, value_dim), hold standard normal numbers in natural token order. They are written a piece
-at a time, so the file may be larger than memory. The same seed and shapes give the same file.
+The datasets q (batch, seqlen, heads, head_dim), k and v (batch, seqlen_k, kv_heads, ...), with --dout dout
+(batch, seqlen, heads, value_dim), and with --bias bias (batch, heads, seqlen, seqlen_k), hold standard normal numbers
+in natural token order. They are written a piece at a time, so the file may be larger than memory. The same seed and
+shapes give the same file.
 """
 
 import math
@@ -21,6 +22,7 @@ from ..system.atomic_file import HDF5, NewFile
 from ..system.launch_variables import launch_rank
 
 PIECE_ELEMENTS = 2**22
+NAMES = "q", "k", "v", "dout"  # of tensors
 
 
 def add_arguments(parser):
@@ -43,6 +45,13 @@ def add_arguments(parser):
     parser.add_argument(
         "--dout", action="store_true", help="add a gradient of the result, dataset dout, for run --backward"
     )
+    parser.add_argument(
+        "--bias",
+        action="store_true",
+        help="add a bias of standard normal numbers, dataset bias (batch, heads, seqlen, seqlen_k) in the dtype of "
+        "lse, for run --bias bias",
+    )
+    parser.add_argument("--shared-bias", action="store_true", help="one --bias for all sequences: (1, heads, ...)")
     parser.add_argument(
         "--documents",
         type=int,
@@ -77,6 +86,9 @@ def run(args):
         del shapes["v"]
     if args.dout:
         shapes["dout"] = (p.batch, p.seqlen, p.heads, p.value_dim)
+    if args.shared_bias and not args.bias:
+        raise ArgumentError("--shared-bias is given without --bias, which it is about")
+    of_pairs = {"bias": (1 if args.shared_bias else p.batch, p.heads, p.seqlen, p.seqlen_k)} if args.bias else {}
     cuts = _documents(args, tokens)
     shapes = {name: spread(shape, 1, args.grid) for name, shape in shapes.items()}
     with NewFile("FILE", args.file, (), HDF5) as new, hdf5.file_errors("FILE", args.file, "written"):
@@ -84,19 +96,23 @@ def run(args):
             hdf5.create_datasets(
                 file,
                 {name: (shape, p.dtype) for name, shape in shapes.items()}
+                | {name: (shape, p.partial_dtype) for name, shape in of_pairs.items()}
                 | {name: (cut.shape, cut.dtype) for name, cut in cuts.items()},
             )
             file.attrs["seed"], file.attrs["axes"] = args.seed, hdf5.AXES[0]
             if p.shared_kv:
                 file.attrs["value_dim"] = p.value_dim
         hdf5.reserve(new.partial)
-        total = sum(math.prod(shape) for shape in shapes.values())
+        total = sum(math.prod(shape) for shape in (*shapes.values(), *of_pairs.values()))
         with hdf5.writing(new.partial) as file, Progress("generate", total, " elements") as progress:
             for i, name in enumerate(shapes):
                 _fill(file[name], np.random.default_rng([args.seed, i]), p.dtype, progress)
+            for name in of_pairs:
+                _fill_pairs(file[name], np.random.default_rng([args.seed, len(NAMES)]), p.partial_dtype, progress)
             for name, cut in cuts.items():
                 hdf5.write(file[name], (0,), cut)
     listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+    listed += "".join(f", {name} {shape} in {p.partial_dtype}" for name, shape in of_pairs.items())
     listed += "".join(f", {name} {cut.tolist() if len(cut) < 9 else cut.shape}" for name, cut in cuts.items())
     print(f"{args.file}: {listed}, {p.dtype}, {size(os.path.getsize(args.file))}")
     return 0
@@ -126,4 +142,14 @@ def _fill(data, rng, dtype, progress):
             count = min(step, tokens - start)
             drawn = rng.standard_normal((1, count, heads, dim), np.float64 if dtype == "float64" else np.float32)
             hdf5.write(data, (b, start, 0, 0), drawn.astype(dtype), axis=1)
+            progress(drawn.size)
+
+
+def _fill_pairs(data, rng, dtype, progress):
+    *lead, rows, columns = data.shape
+    step = max(1, PIECE_ELEMENTS // max(1, columns))
+    for b, h in np.ndindex(*lead):
+        for start in range(0, rows, step):
+            drawn = rng.standard_normal((1, 1, min(step, rows - start), columns), dtype)
+            hdf5.write(data, (b, h, start, 0), drawn)
             progress(drawn.size)

@@ -10,6 +10,7 @@ from ..system.words import number, span
 
 AS_MUCH = 0.01  # share by which bytes may differ and still are called as many
 MASKS = ("prefix", "causal_block", "window", "mask", "softcap", "documents", "documents_k")
+BIASES = ("bias", "key_bias", "dropout")
 
 
 def _flops(problem, ranks):
@@ -87,9 +88,10 @@ def _beside(ratio):
 def problem_text(p, chosen):
     """The problem and its masks in words."""
     masks = ["causal"] * p.causal + [f"{name} {chosen[name]}" for name in MASKS if name in chosen]
+    biases = ["alibi"] * ("alibi" in chosen) + [f"{name} {chosen[name]}" for name in BIASES if name in chosen]
     return (
         f"q ({p.batch}, {p.seqlen}, {p.heads}, {p.head_dim}), k ({p.batch}, {p.seqlen_k}, {p.kv_heads}, "
-        f"{p.head_dim}), {p.dtype}; {'; '.join(masks or ['no mask'])}"
+        f"{p.head_dim}), {p.dtype}; {'; '.join((masks or ['no mask']) + biases)}"
     )
 
 

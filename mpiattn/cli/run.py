@@ -9,7 +9,8 @@ existing file is replaced.
 A field on a grid has the grid's axes in place of seqlen, (batch, 721, 1440, heads, head_dim), or its points in C order;
 with --grid every rank holds a block of it, and OUT has the axes of IN.
 
-With --backward IN also holds dout, shaped as out, and OUT gets dq, dk, dv: the gradients of sum(dout * out).
+With --backward IN also holds dout, shaped as out, and OUT gets dq, dk, dv: the gradients of sum(dout * out). With
+biases it gets their gradients too: dbias and dkey_bias in the shapes of what --bias and --key-bias name, dalibi_slopes.
 
 examples:
   mpiexec -n 4 mpiattn run qkv.h5 out.h5 --window 1024,0 --verify
@@ -43,7 +44,7 @@ from ..schedule import travels
 from ..schedule.needed import Activity
 from ..schedule.tile import Tile
 from ..verify import compare, gradients
-from . import opening
+from . import biases, opening
 from .documents import read_documents
 from .names import add_names
 from .report import as_json, as_text, count_text, problem_text
@@ -60,7 +61,9 @@ def add_arguments(parser):
     options.add_axes(parser, "IN and OUT")
     options.add(parser, *options.MASKS, "mask", "documents", "documents-k")
     options.add_padding(parser, "the first document")
-    options.add(parser, "softcap", "scale", "layout", "grid", "dims", *PLAN)
+    options.add(parser, "softcap", "scale")
+    biases.add_arguments(parser)
+    options.add(parser, "layout", "grid", "dims", *PLAN)
     options.add_max_message(parser)
     options.add(parser, "max-memory", "machine")
     parser.add_argument(
@@ -97,6 +100,7 @@ def _run(job, args):
     ) | ({"padding": True} if args.padding else {})
     with agreement(peers):
         check_documents(Problem(**source.shapes), **documents)
+        added = biases.RunBiases(args, source, Problem(**source.shapes))
         mask = options.mask_of(args)
         layout = options.layout_of(args, comm.size, source.shapes["seqlen"], source.shapes["seqlen_k"])
     plan = MeshAttention(
@@ -105,22 +109,25 @@ def _run(job, args):
         **options.given(args, *options.MASKS, "softcap", "scale", *PLAN),
         mask=mask,
         layout=layout,
+        **added.plan,
         **options.given(args, "max-message", "max-memory", "machine", "timeout"),
         direction="both" if args.backward else "forward",
         expected_cu_seqlens=None if "cu_seqlens_k" in documents else documents.get("cu_seqlens"),
     )
     peers.timeout = max(peers.timeout, plan.timeout)  # phases may take as long as a pass
     activity = plan.activity_of(**documents)
-    chosen = {**opening.origin(peers, args.words), **_chosen(plan, args, source.axes, activity)}
+    chosen = {**opening.origin(peers, args.words), **_chosen(plan, args, source.axes, activity), **added.asked}
     _open(peers, args, plan, chosen)
     results, axes = _results(plan.problem, args.backward), source.grid_of("q")
-    output = Output(peers, args.output, results, chosen, (args.input,), args.max_message, grid=axes)
+    of_biases = added.gradients if args.backward else {}
+    how = {"grid": axes, "plain": of_biases}
+    output = Output(peers, args.output, results | of_biases, chosen, (args.input,), args.max_message, **how)
     try:
-        results, local, odd = _compute(job, args, plan, source, documents, activity)
+        results, local, odd = _compute(job, args, plan, source, documents, activity, added)
         plan.close()  # frees its buffers before the verification
-        reports = job("verify", lambda: _verify(peers, plan, source, results, documents)) if args.verify else {}
+        reports = job("verify", lambda: _verify(peers, plan, source, results, documents, added)) if args.verify else {}
         source.close()
-        job("write", lambda: _write(output, plan, results))
+        job("write", lambda: _write(output, plan, results, added))
     finally:
         output.abandon()  # does nothing once the file has its name
     local["peak_bytes"], local["peak_bytes_before"] = _peak(), before
@@ -160,7 +167,7 @@ def _results(p, backward):
     return {name: shape for name, shape in shapes.items() if not (name == "dv" and p.shared_kv)}
 
 
-def _compute(job, args, plan, source, documents, activity):
+def _compute(job, args, plan, source, documents, activity, added):
     """Run the passes.
 
     Returns this rank's chunks of the results by dataset, its part of the report, and the number of elements of every
@@ -171,9 +178,9 @@ def _compute(job, args, plan, source, documents, activity):
         layouts["dout"] = plan.q_layout
     if plan.problem.shared_kv:
         del layouts["v"]
-    chunks = dict(zip(layouts, job("read", lambda: _read(source, layouts, job.peers.size))))
+    chunks = dict(zip(layouts, job("read", lambda: _read(source, layouts, job.peers, plan, added))))
     results, local = {}, _local(job.comm, plan, activity)
-    odd = {name: nonfinite(array) for name, array in chunks.items()}
+    odd = {name: nonfinite(array) for name, array in chunks.items()} | added.odd()
     inputs = [chunks.get(name) for name in ("q", "k", "v")]
 
     def whole(call, how):
@@ -184,7 +191,7 @@ def _compute(job, args, plan, source, documents, activity):
     def measured(direction, call):
         before = *plan.sent, plan.wait_seconds
         with Progress(direction, plan.tile.a * plan.tile.b, " blocks") as progress:
-            chunks = job(direction, lambda: whole(call, {"progress": progress, **documents}))
+            chunks = job(direction, lambda: whole(call, {"progress": progress, **documents, **added.call}))
         sent, messages, waited = (now - then for now, then in zip((*plan.sent, plan.wait_seconds), before))
         return chunks, {
             "sent_bytes": sent,
@@ -197,9 +204,10 @@ def _compute(job, args, plan, source, documents, activity):
     (out, lse), local["forward"] = measured("forward", lambda **how: plan.forward(*inputs, **how))
     results |= {"out": on_host(out), "lse": on_host(lse)}
     if args.backward:
-        given = chunks["dout"], *inputs, out, lse
-        grads, local["backward"] = measured("backward", lambda **how: plan.backward(*given, **how))
+        given, more = (chunks["dout"], *inputs, out, lse), added.of_backward
+        grads, local["backward"] = measured("backward", lambda **how: plan.backward(*given, **how, **more))
         results |= {name: on_host(grad) for name, grad in zip(("dq", "dk", "dv"), grads) if grad is not None}
+        odd |= added.keep(grads[3:])
     odd |= {
         name: nonfinite(array.swapaxes(1, 2), True) if name == "lse" else nonfinite(array)
         for name, array in results.items()
@@ -219,36 +227,40 @@ def _of_all(peers, odd):
     return odd
 
 
-def _read(source, layouts, ranks):
-    slabs = sum(layout.seqlen for layout in layouts.values()) / ranks
+def _read(source, layouts, peers, plan, added):
+    slabs = sum(layout.seqlen for layout in layouts.values()) / peers.size
     with Progress("read", slabs, " tokens") as progress:
-        return source.chunks([Wanted(name, layout) for name, layout in layouts.items()], progress)
+        chunks = source.chunks([Wanted(name, layout) for name, layout in layouts.items()], progress)
+    added.read(peers, plan)
+    return chunks
 
 
-def _verify(peers, plan, source, results, documents):
+def _verify(peers, plan, source, results, documents, added):
     """Reports of the results and of the gradients; VerificationError if one is wrong."""
     p, layouts = plan.problem, (plan.q_layout, plan.k_layout)
     backward, results = "dq" in results, list(results.values())
-    inputs = compare.Source(p, source.tokens, documents)
+    inputs = compare.Source(p, source.tokens, documents, added.rules())
     chosen = [compare.choose(inputs, layouts[0], peers.rank)]
     if backward:
         results += [None] * p.shared_kv  # dv
         of_gradients = gradients.choose(peers, inputs, layouts)
         chosen += of_gradients.rows, of_gradients.keys
     with Progress("verify", sum(map(len, chosen)), " rows and keys" if backward else " rows") as progress:
-        reports = gradients.verify_results(peers, inputs, layouts, results, progress=progress)
+        of_biases = added.verification(peers, inputs)
+        reports = gradients.verify_results(peers, inputs, layouts, results, progress=progress, biases=of_biases)
     source.check()  # HDF5 reads zeros past the end of a file, which results could match
     gradients.check_passed(peers, reports, "verification failed, OUT is not written: ")
-    return dict(zip(("verify", "verify_gradients"), reports))
+    return dict(zip(("verify", "verify_gradients", "verify_biases"), reports))
 
 
-def _write(output, plan, results):
+def _write(output, plan, results, added):
     layouts = {name: plan.k_layout if name in ("dk", "dv") else plan.q_layout for name in results}
     with Progress("write", sum(layout.seqlen for layout in layouts.values()), " tokens") as progress:
         chunks = (
             Written(name, chunk, layouts[name], axis=2 if name == "lse" else 1) for name, chunk in results.items()
         )
         output.write_each(chunks, progress)
+        added.write(output, plan.k_layout)
     output.commit()
 
 

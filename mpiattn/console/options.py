@@ -111,6 +111,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "documents-k": dict(metavar="SPEC", help="as --documents, for keys and values, if their documents begin elsewhere"),
     "softcap": dict(type=float, metavar="C", help="scores s become C * tanh(s / C)"),
     "scale": dict(type=float, help="factor of the scores q.k (default: 1/sqrt(head_dim))"),
+    "alibi": dict(
+        action="store_true",
+        help="ALiBi: -slope * |distance| is added to the scores, with the usual slopes, 2^(-8 h / heads) of head h, "
+        "from 1; for heads that are no power of two as in ALiBi's own code",
+    ),
     # How it is computed.
     "tile": dict(
         default="auto",

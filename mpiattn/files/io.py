@@ -24,7 +24,7 @@ from ..errors import FileError
 from ..problem.layout import Layout
 from ..system import partial_files
 from ..system.atomic_file import HDF5, NewFile
-from . import grids, hdf5
+from . import grids, hdf5, pairs
 from .hdf5 import create_datasets, dtype_of, file_errors, natural, needed_bytes, place_of, read_shapes, reserve
 from .lines import Lines
 from .own_tokens import OwnTokens
@@ -244,10 +244,20 @@ class Output:
     must not be overwritten.  argument: its name in errors.  Attributes are written and the disk space of all datasets
     is allocated at the start, so that the file can be completed even if others fill the disk meanwhile.
     grid: the shape of a grid whose points are the tokens, if datasets are to have its axes for them.
+    plain: names of datasets that have the dimensions of their shape, whatever `axes` and `grid` are.
     """
 
     def __init__(
-        self, peers, path, shapes, attributes=None, inputs=(), max_message=MAX_MESSAGE, argument="OUT", grid=None
+        self,
+        peers,
+        path,
+        shapes,
+        attributes=None,
+        inputs=(),
+        max_message=MAX_MESSAGE,
+        argument="OUT",
+        grid=None,
+        plain=(),
     ):
         self.peers, self.path, self.max_message, self.argument = peers, path, max_message, argument
         self.axes = axes = (attributes or {}).get("axes", "bshd")
@@ -261,7 +271,7 @@ class Output:
                         stored = {
                             name: grids.spread(shape, hdf5.token_axis(shape, axes), grid)
                             for name, shape in stored.items()
-                        }
+                        } | {name: shapes[name][0] for name in plain}
                         create_datasets(file, {name: (stored[name], dtype) for name, (_, dtype) in shapes.items()})
                         file.attrs.update(attributes or {})
                     reserve(self.new.partial)
@@ -272,7 +282,8 @@ class Output:
                     self.file = _open(self.partial, "r+", peers.comm)
             places = peers.allgather(self.file and {name: self.file[name].id.get_offset() for name in shapes})[0]
             self._places = {
-                name: (places[name], natural(shape, axes), np.dtype(dtype)) for name, (shape, dtype) in shapes.items()
+                name: (places[name], shape if name in plain else natural(shape, axes), np.dtype(dtype))
+                for name, (shape, dtype) in shapes.items()
             }
             if _on_one_host(peers):
                 self._staged = staged(peers, self.partial, partial(file_errors, argument, path, "written"))
@@ -301,6 +312,22 @@ class Output:
             if some is None:
                 return
             self._write_slabs(some, progress)
+
+    def write_pairs(self, name, tile, place, progress=None):
+        """Write every rank's tile of a dataset of pairs; arguments as of `files.pairs.write_pairs`; collective."""
+        shape = self._places[name][1]
+
+        def write(starts, rows):
+            with file_errors(self.argument, self.path, "written"):
+                hdf5.write(self.file[name], starts, rows)
+
+        pairs.write_pairs(self.peers, tile, place, shape, write, progress)
+
+    def write_whole(self, name, array):
+        """Write a dataset that every rank has; collective."""
+        with agreement(self.peers, only=0), file_errors(self.argument, self.path, "written"):
+            if self.peers.rank == 0:
+                hdf5.write(self.file[name], (0,) * array.ndim, array)
 
     def _write_slabs(self, written, progress):
         """Send tokens to the ranks that write them; collective."""

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from ..arguments.arrays import Axes, Required, checked_array
+from ..arguments.arrays import Axes, Required, checked_array, on_host
 from ..arguments.biases import WITH_GRADIENTS
 from ..arguments.results import Results
 from ..engine.bias_parts import DistanceBias, KeyBias, TileBias
 from ..engine.biases import Biases
 from ..errors import ArgumentError
-from ..problem.tensors import as_given
+from ..problem.tensors import as_array, as_given, detached, is_tensor
+from ..verify.spread_biases import GivenBiases
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,6 +30,14 @@ if TYPE_CHECKING:
 
 TILE = Axes(("batch", "heads", "rows", "columns"), "bias_positions")
 KEYS = Axes(("batch", "heads", "tokens_k"), "positions_k")
+
+
+def _on_host(name: str, argument: Array) -> Any:
+    """An argument that was checked, as a NumPy array."""
+    argument = detached(argument)
+    if is_tensor(argument):  # by its library, whose stream it belongs to
+        return np.asarray(as_array(name, on_host(argument)))
+    return np.asarray(on_host(as_array(name, argument)))
 
 
 class CallBiases:
@@ -99,7 +108,7 @@ class CallBiases:
         inputs: {name: array that the call reads}.  like: an argument of the call, of whose library results are.
         Raises ArgumentError.
         """
-        self._wanted = _names(wanted, self.given.given)
+        self._wanted = self.names(wanted)
         if dbias is not None and "bias" not in self._wanted:
             raise ArgumentError("dbias is given, but there is no such result: bias is None, or not in bias_gradients")
         if "bias" in self._wanted:
@@ -118,6 +127,33 @@ class CallBiases:
             return ()
         self._key_sums = self._backend.empty(self._all_keys, of_rows)
         return (self._key_sums,)
+
+    def names(self, wanted: bool | Sequence[str]) -> list[str]:
+        """The arguments whose gradients a call with this bias_gradients returns.  Raises ArgumentError."""
+        return _names(wanted, self.given.given)
+
+    def for_reference(
+        self, grads: Sequence[Array | None], wanted: bool | Sequence[str], shared: Sequence[str] | None
+    ) -> GivenBiases:
+        """What a verification needs.  Raises ArgumentError.
+
+        grads: the first of the gradients of `gradients`.  wanted, shared: as of `expect_gradients`.
+        """
+        names, of_rows = self.names(wanted)[: len(grads)], np.dtype(self._problem.partial_dtype)
+        axes, arrays = self._share.shared_axes(self._tile.shape, shared) if "bias" in names else (), {}
+        for name, gradient in zip(names, grads):
+            shape = tuple(getattr(self.given, name).shape)
+            checked_array(self._backend, f"d{name}", detached(gradient), Required(shape, of_rows))
+            arrays[f"d{name}"] = _on_host(f"d{name}", gradient)
+        given = {name: _on_host(name, getattr(self.given, name)) for name in self.given.given}
+        keys = given.get("key_bias")
+        if keys is not None:
+            keys = keys.reshape(self._keys.shape)
+        if "dkey_bias" in arrays:
+            arrays["dkey_bias"] = arrays["dkey_bias"].reshape(self._keys.shape)
+        share = self._share
+        of_tile = given.get("bias"), keys, share.sequences, share.heads, share.positions()
+        return GivenBiases(self.given._replace(**given), *of_tile, arrays, axes)
 
     @property
     def _all_keys(self) -> tuple[int, int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..arguments.arrays import on_host
+from ..arguments.biases import BiasArguments
 from ..arguments.documents import DocumentArguments
 from ..comm.agreement import everywhere
 from ..comm.refusal import of_call, refusing
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from ..arguments.arguments import Arguments
     from ..backends.base import Array
     from ..problem.documents import PerDocument
+    from ..schedule.needed import Activity
     from ..verify.result import Verification
+    from .call_biases import CallBiases
 
 GRADIENTS = ("dq", "dk", "dv", "dsinks")
 
@@ -31,6 +34,9 @@ class Verified(Described, Tiled):
     """A plan whose results can be verified."""
 
     _arguments: Arguments
+
+    def _biases(self, given: BiasArguments, activity: Activity) -> CallBiases | None:
+        raise NotImplementedError
 
     @refusing("verify", of_call("verify"))
     def verify(
@@ -52,8 +58,18 @@ class Verified(Described, Tiled):
         causal_documents: PerDocument = None,
         padding: bool = False,
         sinks: Array | None = None,
+        bias: Array | None = None,
+        key_bias: Array | None = None,
+        alibi_slopes: Array | None = None,
+        relative_bias: Array | None = None,
+        relative_grid: Sequence[int] | None = None,
+        relative_cyclic: Sequence[bool] | None = None,
+        dropout: float = 0.0,
+        seed: int | None = None,
+        bias_gradients: bool | Sequence[str] = True,
+        bias_shared: Sequence[str] | None = None,
         samples: int | None = SAMPLES,
-        seed: int = 0,
+        sample_seed: int = 0,
     ) -> Verification:
         """Compare results with float64 attention of the same inputs, at some tokens of every rank; collective.
 
@@ -64,7 +80,8 @@ class Verified(Described, Tiled):
         its CPU, with grads 4.5 times as many, fewer under a mask.  2e11 of them take tens of seconds on one core.
         Bytes: each rank sends about 10 * batch * ranks * samples * heads * (head_dim + value_dim), with grads 4 times
         as many.  Memory: some tens of MB and, with grads, 16 bytes an element of lse; arrays on a GPU are copied to
-        host memory.  No array is changed.
+        host memory.  No array is changed.  A dense bias adds an allreduce of 8 * batch * heads * ranks * samples *
+        (seqlen_k or, with grads, 2 * seqlen_k + seqlen) bytes, less where batch or heads share it, some MB at a time.
 
         Parameters
         ----------
@@ -73,14 +90,20 @@ class Verified(Described, Tiled):
         dout, dlse : array, default None
             Arguments of `backward`, for grads alone.
         grads : sequence of array, default None
-            Results of `backward`: (dq, dk, dv), dv None with shared_kv, or (dq, dk, dv, dsinks).  They need dout.
+            Results of `backward`, all or the first ones of them, at least (dq, dk, dv).  They need dout.
         cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents, padding, sinks
             As in the call of `forward`.
+        bias, key_bias, alibi_slopes, relative_bias, relative_grid, relative_cyclic, dropout, seed
+            As in the call of `forward`.
+        bias_gradients, bias_shared
+            As in the call of `backward`.
         samples : int or None, default 8
             Queries and keys of every rank that are compared, besides the first and last of each range of consecutive
             or evenly spaced tokens.  None for all.  Unless they are all, dk and dv are compared with gradients by this
-            run's own out and lse of the other queries, and dsinks always is.
-        seed : int, default 0
+            run's own out and lse of the other queries, and dsinks always is.  dbias is compared for the queries of the
+            sample and all their keys, dkey_bias as dk; dalibi_slopes and drelative_bias, sums over all pairs, only
+            where the sample has all queries.
+        sample_seed : int, default 0
             Which tokens are drawn; another number at every step draws others.
 
         Returns
@@ -110,16 +133,33 @@ class Verified(Described, Tiled):
         (True, ['out', 'lse', 'dq', 'dk', 'dv'])
         """
         documents = DocumentArguments(cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents, padding)
+        bias, key_bias, alibi_slopes, relative_bias = map(detached, (bias, key_bias, alibi_slopes, relative_bias))
+        added = BiasArguments(
+            bias, key_bias, alibi_slopes, relative_bias, relative_grid, relative_cyclic, dropout, seed
+        )
         with self.call("verify") as call:
             with call.agreement() as same:
-                _check_sample(samples, seed)
-                given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, **_of_gradients(dout, dlse, grads, sinks)}
-                arrays = self._on_host(given)
+                _check_sample(samples, sample_seed)
+                activity = self._activity_of(documents)
+                biases = self._biases(added, activity)
+                names = GRADIENTS[: 3 + (sinks is not None)]
+                most = len(names) + (0 if biases is None else len(biases.names(bias_gradients)))
+                of_gradients = _of_gradients(dout, dlse, grads, names, most)
+                arrays = self._on_host({"q": q, "k": k, "v": v, "out": out, "lse": lse, **of_gradients})
                 scores = self._arguments.sinks(detached(sinks))
-                same |= compared(self._activity_of(documents), scores)
-                same |= {"samples": samples, "seed": seed, "number of grads": None if grads is None else len(grads)}
+                same |= compared(activity, scores)
+                same |= {"samples": samples, "sample_seed": sample_seed}
+                same |= {"number of grads": None if grads is None else len(grads)}
+                of_biases = None
+                if biases is not None:
+                    of_biases = biases.for_reference((grads or ())[len(names) :], bias_gradients, bias_shared)
+                    same |= biases.compared() | {
+                        "gradients of biases": list(of_biases.grads),
+                        "bias_shared": of_biases.shared,
+                    }
             layouts = self.q_layout, self.k_layout
-            result = verify(call.peers, self.problem, layouts, arrays, documents.for_reference(), scores, samples, seed)
+            how = documents.for_reference(), scores, samples, sample_seed, of_biases
+            result = verify(call.peers, self.problem, layouts, arrays, *how)
             if not result.passed:
                 error = VerificationError(result.complaint)
                 error.verification = result
@@ -137,24 +177,27 @@ class Verified(Described, Tiled):
 
 
 def _check_sample(samples: Any, seed: Any) -> None:
-    for name, value, least, also in (("samples", samples, 1, ", or None for all"), ("seed", seed, 0, "")):
+    for name, value, least, also in (("samples", samples, 1, ", or None for all"), ("sample_seed", seed, 0, "")):
         if value is not None or not also:
             whole_number(name, value, least, also)
 
 
-def _of_gradients(dout: Array, dlse: Array, grads: Any, sinks: Array) -> dict[str, Array | None]:
-    """The arrays by name that are given for gradients alone, none without them.  Raises ArgumentError."""
+def _of_gradients(dout: Array, dlse: Array, grads: Any, names: tuple[str, ...], most: int) -> dict[str, Array | None]:
+    """The arrays by name that are given for gradients alone, none without them.  Raises ArgumentError.
+
+    names: of the gradients but those of biases.  most: number of all.
+    """
     if grads is None:
         for name, array in (("dout", dout), ("dlse", dlse)):
             if array is not None:
                 raise ArgumentError(f"{name} is given without grads, which alone depend on it; give grads too")
         return {}
-    most = 3 if sinks is None else 4
     if not isinstance(grads, tuple | list) or not 3 <= len(grads) <= most:
         given = f"{len(grads)} of them" if isinstance(grads, tuple | list) else f"a {type(grads).__name__}"
         raise ArgumentError(
-            f"grads are {given}; they must be (dq, dk, dv) or, with sinks, (dq, dk, dv, dsinks), as of backward"
+            f"grads are {given}; they must be (dq, dk, dv) or, with sinks, (dq, dk, dv, dsinks), and then those of "
+            "biases, as of backward"
         )
     if dout is None:
         raise ArgumentError("dout is None; it must be the array that backward was given for these grads")
-    return {"dout": dout, "dlse": dlse, **dict(zip(GRADIENTS, grads))}
+    return {"dout": dout, "dlse": dlse, **dict(zip(names, grads))}

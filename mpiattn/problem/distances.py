@@ -16,6 +16,18 @@ if TYPE_CHECKING:
     Positions = NDArray[np.int64]
 
 
+def usual_slopes(heads: int) -> NDArray[np.float64]:
+    """The slopes of ALiBi: 2^(-8 h / heads) of head h, from 1 on; (heads,).
+
+    For heads that are no power of two as in ALiBi's own code: those of the next smaller power of two, and then every
+    second one of twice as many.
+    """
+    power = 1 << (heads.bit_length() - 1)
+    of_power, of_twice = np.arange(1, power + 1) / power, np.arange(1, 2 * power, 2) / (2 * power)
+    slopes: NDArray[np.float64] = np.exp2(-8 * np.concatenate([of_power, of_twice[: heads - power]]))
+    return slopes
+
+
 class ByDistance:
     """What all have.
 

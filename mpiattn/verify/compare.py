@@ -117,12 +117,13 @@ class Source:
     read(name, start, stop): returns tokens of "q", "k", "v" or "dout" at those positions, (batch, tokens, heads, dim);
     it must not communicate.  It is not asked for a "v" that keys hold.
     documents: their arguments of `mpiattn.verify.reference.attention`, or None.
+    biases: `mpiattn.verify.reference_biases.PairRules`, or None.
     """
 
-    def __init__(self, problem, read, documents=None):
+    def __init__(self, problem, read, documents=None, biases=None):
         self.problem, self._read = problem, read
         self.masks = masks_of(problem, documents)
-        self.scores = {"scale": problem.scale, "softcap": problem.softcap}
+        self.scores = {"scale": problem.scale, "softcap": problem.softcap, "biases": biases}
 
     def read(self, name, start, stop):
         """The tokens of a tensor at positions [start, stop)."""

@@ -131,10 +131,13 @@ class _Check:
 
         return check
 
-    def of_keys(self, dk, dv, keys, own):
-        """What a sweep calls to check dk and dv of some keys at the positions `own`.  dv: None where dk takes both."""
+    def of_keys(self, dk, dv, keys, own, biases=None):
+        """What a sweep calls to check dk and dv of some keys at the positions `own`.  dv: None where dk takes both.
 
-        def check(positions, expected_dk, expected_dv):
+        biases: `bias_gradients.BiasGradients` of which it checks those of keys too, or None.
+        """
+
+        def check(positions, expected_dk, expected_dv, sums=()):
             self.peers.reduce(expected_dk, MPI.SUM)  # over all rows
             self.peers.reduce(expected_dv, MPI.SUM)
             if dv is None:
@@ -144,6 +147,8 @@ class _Check:
             self.dk.add(dk[:, some], expected_dk[:, places])
             if dv is not None:
                 self.dv.add(dv[:, some], expected_dv[:, places])
+            if biases is not None:
+                biases.end(sums, keys, own)
             self.progress(len(some))
 
         return check
@@ -178,12 +183,12 @@ class _Check:
         return of_q, of_k, None if p.shared_kv else of_v, gradient_tolerance(p, lse_size), *counts.tolist()
 
 
-def verify_both(peers, source, layouts, out, lse, gradients, limit=WORK_LIMIT, progress=None):
+def verify_both(peers, source, layouts, out, lse, gradients, limit=WORK_LIMIT, progress=None, biases=None):
     """Compare this rank's out, lse and gradients (dq, dk, dv) with float64 ones of a `Source` with dout; collective.
 
     layouts: of the queries and of the keys.  dv: None where keys hold the values.  limit: as of `verify`.  progress:
-    called with the number of rows of out, rows of dq or keys just checked.  Returns a Report and a GradientReport, the
-    same on every rank.
+    called with the number of rows of out, rows of dq or keys just checked.  biases: `bias_gradients.BiasGradients` or
+    None.  Returns a Report, a GradientReport and, with biases, a BiasReport, the same on every rank.
     """
     problem, (q_layout, k_layout) = source.problem, layouts
     rows, keys, independent = choose(peers, source, layouts, limit)
@@ -192,26 +197,31 @@ def verify_both(peers, source, layouts, out, lse, gradients, limit=WORK_LIMIT, p
     check = _Check(peers, source, positions, out, lse, progress)
     report = verify(peers, source, q_layout, out, lse, limit, progress, check.keep)
     dq, dk, dv = gradients
-    of_rows, of_keys = check.of_rows(dq, rows), check.of_keys(dk, dv, keys, own)
+    of_rows, of_keys = check.of_rows(dq, rows), check.of_keys(dk, dv, keys, own, biases)
     turns = key_turns(problem, peers.allgather(own))
+    more = {} if biases is None else {"sums_of": lambda at: biases.begin(at, independent)}
     if independent:
-        check.sweep(rows, turns, check.float64, see_rows=of_rows, see_keys=of_keys)
+        check.sweep(rows, turns, check.float64, see_rows=of_rows, see_keys=of_keys, **more)
     else:
         check.sweep(rows, key_turns(problem, [np.arange(problem.seqlen_k)]), check.float64, see_rows=of_rows)
-        check.sweep(np.arange(len(positions)), turns, check.of_run, see_keys=of_keys)
+        check.sweep(np.arange(len(positions)), turns, check.of_run, see_keys=of_keys, **more)
     counts = np.array([len(rows), len(positions), len(keys), len(key_positions)])
     peers.reduce(counts, MPI.SUM)
-    return report, GradientReport(*counts.tolist(), *check.errors(), independent)
+    of_gradients = GradientReport(*counts.tolist(), *check.errors(), independent)
+    if biases is None:
+        return report, of_gradients
+    biases.compare_tile(limit)
+    return report, of_gradients, biases.report(of_gradients.tolerance, check.largest["dout * out"])
 
 
-def verify_results(peers, source, layouts, results, limit=WORK_LIMIT, progress=None):
-    """The reports of a pass, one of (out, lse), two of (out, lse, dq, dk, dv); collective.
+def verify_results(peers, source, layouts, results, limit=WORK_LIMIT, progress=None, biases=None):
+    """The reports of a pass, one of (out, lse), two of (out, lse, dq, dk, dv), three with biases; collective.
 
     Arguments are as of `verify_both`.
     """
     out, lse, *grads = results
     if grads:
-        return verify_both(peers, source, layouts, out, lse, grads, limit, progress)
+        return verify_both(peers, source, layouts, out, lse, grads, limit, progress, biases)
     return (verify(peers, source, layouts[0], out, lse, limit, progress),)
 
 

@@ -140,10 +140,11 @@ def _of_entry(positions, lengths, causal, documents, b):
     return _rows(positions, lengths, causal, **of_entry)
 
 
-def _blocks(q, k, scale=None, softcap=None, positions=None, keys=None, lengths=None, mask=None, **masks):
+def _blocks(q, k, scale=None, softcap=None, positions=None, keys=None, lengths=None, mask=None, biases=None, **masks):
     """For every batch entry, head and block of rows that sees any key, yields
-    (b, rows, h, kv head, slice of the keys, scores, hidden, derivative of the softcap or None).
+    (place, pairs, scores, hidden, derivative of the softcap or None, factors of the weights or None).
 
+    place: (b, rows, h, kv head, slice of the keys).  pairs: (b, h, positions of the queries, positions of the keys).
     hidden: the pairs that are not visible, whose score is -inf.  The scores are the caller's.
     """
     batch, queries, heads, dim = q.shape
@@ -168,8 +169,12 @@ def _blocks(q, k, scale=None, softcap=None, positions=None, keys=None, lengths=N
                 if softcap is not None:
                     bent = np.tanh(score / softcap)
                     score, slope = softcap * bent, 1 - bent**2
+                pairs, kept = (b, h, positions[rows], keys[seen]), None
+                if biases is not None:
+                    score += biases.scores(*pairs)
+                    kept = biases.kept(*pairs)
                 np.copyto(score, -np.inf, where=hidden)
-                yield b, rows, h, kv, seen, score, hidden, slope
+                yield (b, rows, h, kv, seen), pairs, score, hidden, slope, kept
 
 
 def _block(start, begin, end):
@@ -208,16 +213,19 @@ def attention(q, k, v, causal=False, scale=None, *, sinks=None, **masks):
     positions, keys, lengths: if q, or k and v, are a selection of the sequence: the positions of the queries, the
     increasing ones of the keys, and the whole (seqlen, seqlen_k).  A row that sees no key gives out 0 and lse -inf.
     sinks: (heads,) an additional score for every query of a head, with value 0.
+    biases: a `reference_biases.PairRules`, or None: what is added to scores after the softcap, and the dropout.
     """
     out = np.zeros((*q.shape[:3], v.shape[3]))
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf)
     with np.errstate(all="ignore"):
-        for b, rows, h, kv, seen, score, hidden, _ in _blocks(q, k, scale, causal=causal, **masks):
+        for (b, rows, h, kv, seen), _, score, hidden, _, kept in _blocks(q, k, scale, causal=causal, **masks):
             top = score.max(axis=1)
             base = np.where(top == -np.inf, 0, top)
             score -= base[:, None]
             weight = np.exp(score, out=score)
             total = weight.sum(axis=1)
+            if kept is not None:
+                weight *= kept
             product = _product(weight, v[b, seen, kv].astype(np.float64), hidden)
             out[b, rows, h] = product / np.where(total == 0, 1, total)[:, None]
             lse[b, h, rows] = base + np.log(total)
@@ -227,15 +235,15 @@ def attention(q, k, v, causal=False, scale=None, *, sinks=None, **masks):
     return out, lse
 
 
-def backward(dout, q, k, v, causal=False, scale=None, *, dlse=None, sinks=None, **masks):
+def backward(dout, q, k, v, causal=False, scale=None, *, dlse=None, sinks=None, sums=(), **masks):
     """dq, dk, dv of sum(dout * out) + sum(dlse * lse), float64, shapes of q, k, v; arguments as for `attention`.
 
-    With sinks also dsinks, (heads,).
+    With sinks also dsinks, (heads,).  sums: as for `gradients`.
     """
     out, lse = attention(q, k, v, causal, scale, sinks=sinks, **masks)
     counted = np.where(out.any(axis=3, keepdims=True), dout, 0)  # rows that see no key ignore dout, even NaN
     delta = np.einsum("bqhd,bqhd->bhq", counted.astype(np.float64), out) - (0 if dlse is None else dlse)
-    grads = gradients(dout, q, k, v, lse, delta, causal=causal, scale=scale, **masks)
+    grads = gradients(dout, q, k, v, lse, delta, causal=causal, scale=scale, sums=sums, **masks)
     if sinks is None:
         return grads
     score = np.asarray(sinks, np.float64)[:, None]
@@ -243,17 +251,18 @@ def backward(dout, q, k, v, causal=False, scale=None, *, dlse=None, sinks=None, 
     return *grads, -(weight * delta).sum(axis=(0, 2))
 
 
-def gradients(dout, q, k, v, lse, delta, *, scale=None, of="qkv", **masks):
+def gradients(dout, q, k, v, lse, delta, *, scale=None, of="qkv", sums=(), **masks):
     """The contributions of these queries and keys to dq, dk and dv, float64; other arguments as for `attention`.
 
     lse and delta = rowsum(dout * out) - dlse, (batch, heads, seqlen): of these queries over all their keys.
     of: "q" for dq alone, "kv" for dk and dv; the others are None.
+    sums: `reference_biases.Sums` that are called with what each pair gives to its bias.
     """
     scale = q.shape[3] ** -0.5 if scale is None else scale
     dq = np.zeros(q.shape) if "q" in of else None
     dk, dv = (np.zeros(array.shape) if "kv" in of else None for array in (k, v))
     with np.errstate(all="ignore"):
-        for b, rows, h, kv, seen, score, hidden, slope in _blocks(q, k, scale, **masks):
+        for (b, rows, h, kv, seen), pairs, score, hidden, slope, kept in _blocks(q, k, scale, **masks):
             row = lse[b, h, rows, None]
             score -= np.where(row == -np.inf, 0, row)
             weight = np.exp(score, out=score)
@@ -261,10 +270,16 @@ def gradients(dout, q, k, v, lse, delta, *, scale=None, of="qkv", **masks):
                 array.astype(np.float64) for array in (dout[b, rows, h], v[b, seen, kv], k[b, seen, kv], q[b, rows, h])
             )
             dscore = grad @ of_values.T
+            if kept is not None:
+                dscore *= kept
             dscore -= delta[b, h, rows, None]
             dscore *= weight
+            for add in sums:
+                add(*pairs, *(np.where(hidden, 0, array) for array in (dscore, weight)))
             if slope is not None:
                 dscore *= slope
+            if kept is not None:
+                weight *= kept
             for array in (weight, dscore):  # NaN where a row's numbers or a hidden key's are
                 np.copyto(array, 0, where=hidden)
             if dq is not None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+# What the positions of an array are; of others they are queries.
+TOKENS = {"dk": "key", "dv": "key", "dkey_bias": "key"} | dict.fromkeys(
+    ("dsinks", "dalibi_slopes", "drelative_bias"), "head"
+)
+
 
 class Compared(NamedTuple):
     """One array of a result: how much of it was compared, and how far it is off.
 
-    name: "out", "lse", "dq", "dk", "dv" or "dsinks".
-    checked, of: tokens that were compared, of all; of dsinks heads.
+    name: "out", "lse", "dq", "dk", "dv", "dsinks", "dbias", "dkey_bias", "dalibi_slopes" or "drelative_bias".
+    checked, of: tokens that were compared, of all; of dsinks, dalibi_slopes and drelative_bias heads.
     error: the largest difference as a share of the largest value, of lse at least of 1.  tolerance: what it may be.
     differing: elements that are finite on one side only.
     rank, position: where the error is largest, or an element differs so: the rank, and the token's position in the
-    sequence (of dsinks the head); -1 where nothing differs.
+    sequence (or the head); -1 where nothing differs.
     """
 
     name: str
@@ -33,13 +38,12 @@ class Compared(NamedTuple):
     @property
     def place(self) -> str:
         """Where the error is largest, in words."""
-        token = {"dk": "key", "dv": "key", "dsinks": "head"}.get(self.name, "query")
-        return f"{token} {self.position} of rank {self.rank}"
+        return f"{TOKENS.get(self.name, 'query')} {self.position} of rank {self.rank}"
 
     @property
     def amount(self) -> str:
         """How much was compared, in words."""
-        tokens = {"dk": "keys", "dv": "keys", "dsinks": "heads"}.get(self.name, "queries")
+        tokens = {"key": "keys", "head": "heads"}.get(TOKENS.get(self.name, ""), "queries")
         return f"{'all' if self.checked == self.of else f'{self.checked} of'} {self.of} {tokens}"
 
     def __str__(self) -> str:

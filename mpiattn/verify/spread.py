@@ -23,12 +23,13 @@ from .compare import (
 )
 from .gradients import gradient_tolerance
 from .result import Compared, Verification
+from .spread_biases import SpreadBiases
 from .sweep import row_bytes
 
 SAMPLES = 8  # tokens of a rank, besides the ends of its ranges
 
 
-def verify(peers, problem, layouts, arrays, documents=None, sinks=None, samples=SAMPLES, seed=0):
+def verify(peers, problem, layouts, arrays, documents=None, sinks=None, samples=SAMPLES, seed=0, biases=None):
     """Compare this rank's results with float64 attention; collective.  Returns a Verification, the same on every rank.
 
     layouts: of the queries and of the keys, by rank.
@@ -36,10 +37,11 @@ def verify(peers, problem, layouts, arrays, documents=None, sinks=None, samples=
     dlse (or None), dq, dk and dv, and dsinks if it is to be compared.  v and dv are None where keys hold the values.
     documents: their arguments of `mpiattn.verify.reference.attention`, or None.  sinks: (heads,) or None.
     samples: tokens of each rank, besides the ends of its ranges; None for all.
+    biases: `GivenBiases` or None.
     """
     most = np.inf if samples is None else samples
     rows, keys = (choose_rows(layout, peers.rank, np.ones(layout.length(peers.rank)), most, seed) for layout in layouts)
-    check = _Check(peers, problem, layouts, arrays, documents, sinks)
+    check = _Check(peers, problem, layouts, arrays, documents, sinks, biases)
     check.queries(rows)
     if "dout" in arrays:
         check.keys(keys)
@@ -85,7 +87,7 @@ def _delta(dout, out, dlse):
 class _Check:
     """A verification: the inputs, and the errors so far."""
 
-    def __init__(self, peers, problem, layouts, arrays, documents, sinks):
+    def __init__(self, peers, problem, layouts, arrays, documents, sinks, biases):
         p, self.peers, self.problem, self.sink_scores = problem, peers, problem, sinks
         self.positions, self.key_positions = (layout.positions(peers.rank) for layout in layouts)
         self.q, self.k, self.v = (arrays[name] for name in "qkv")
@@ -99,6 +101,9 @@ class _Check:
         lengths = {"out": p.seqlen, "lse": p.seqlen, "dq": p.seqlen, "dk": p.seqlen_k, "dv": p.seqlen_k}
         lengths["dsinks"] = p.heads
         self.errors = {name: _Worst(of) for name, of in lengths.items() if arrays.get(name) is not None}
+        self.biases = None if biases is None else SpreadBiases(peers, p, biases, self.key_positions)
+        lengths |= {"dbias": p.seqlen, "dkey_bias": p.seqlen_k}
+        self.errors |= {name: _Worst(lengths.get(name, len(of))) for name, of in biases.grads.items()} if biases else {}
         self.change = self.terms = 0.0  # the largest |dout * out| of a query; the largest sum of the terms of dsinks
         self.exact = None  # lse and delta in float64 of all of this rank's queries, once they are known
 
@@ -113,6 +118,7 @@ class _Check:
         p, results = self.problem, self.results
         whole = all(self.peers.allgather(len(rows) == len(self.positions)))
         exact = np.zeros((2, *results["lse"].shape)) if whole and self.dout is not None else None
+        parameters = self._parameters(whole)
         for own in self._turns(rows, 8 * p.batch * p.heads * (2 * p.head_dim + 4 * p.value_dim)):
             at, given = self.positions[own], [self.q[:, own]]
             if self.dout is not None:
@@ -126,30 +132,59 @@ class _Check:
             if self.dout is not None:
                 dout, dlse = of_results
                 delta = _delta(dout, out, dlse.swapaxes(1, 2))
-                dq = self._gradient(turn.at, q, dout, lse, delta)
+                dq = self._gradient(turn.at, q, dout, lse, delta, parameters.values())
                 self.errors["dq"].compare(at, results["dq"][:, own], dq[:, turn.own])
                 if exact is not None:
                     exact[..., own] = lse[..., turn.own], delta[..., turn.own]
         self.exact = exact
+        if parameters:
+            self.biases.compare_parameters(self.errors, parameters)
+            for name in parameters:
+                self._count(name, self.errors[name].of)
+        if "dbias" in self.errors:
+            self._count("dbias", sum(self.peers.allgather(len(rows))))
+
+    def _count(self, name, checked):
+        """Say how many tokens or heads were compared of what several ranks have: one of them counts."""
+        self.errors[name].checked = checked if self.peers.rank == 0 else 0
+
+    def _parameters(self, whole):
+        """What adds up gradients that all pairs give to; nothing where the sample has not all of them."""
+        if self.biases is None or self.dout is None:
+            return {}
+        sums = self.biases.parameter_sums()
+        if not whole:
+            for name in sums:
+                del self.errors[name]
+        return sums if whole else {}
 
     def _of_keys(self, at):
-        """Pieces of this rank's keys, each with the numbers of those queries, of those at `at`, that see any of it."""
-        p = self.problem
+        """Pieces of this rank's keys, each with the numbers of those queries, of those at `at`, that see any of it.
+
+        Also the options of the reference.  With biases there may be no such queries, and it is collective.
+        """
+        p, length = self.problem, len(self.key_positions)
         begin, end = reference.bounds(at, p.batch, **self.masks)
-        for piece in steps(len(self.key_positions), p.batch * p.kv_heads * (p.head_dim + p.value_dim) * p.itemsize):
-            keys = self.key_positions[piece]
-            rows = np.flatnonzero(((begin <= keys[-1]) & (end > keys[0]) & (begin < end)).any(axis=0))
-            if len(rows):
-                yield keys, self.k[:, piece], self.v[:, piece], rows
+        turns = self.biases and self.biases.turns(len(at), length)
+        for piece in turns or steps(length, p.batch * p.kv_heads * (p.head_dim + p.value_dim) * p.itemsize):
+            keys, options = self.key_positions[piece], self.options
+            if self.biases is not None:
+                options = options | {"biases": self.biases.of_queries(at, keys)}
+            rows = np.zeros(0, np.int64)
+            if len(keys):
+                rows = np.flatnonzero(((begin <= keys[-1]) & (end > keys[0]) & (begin < end)).any(axis=0))
+            if len(rows) or self.biases is not None:
+                yield keys, self.k[:, piece], self.v[:, piece], rows, options
 
     def _attention(self, at, q):
         """float64 out and lse of queries of all ranks over all keys."""
         p = self.problem
         out = np.zeros((p.batch, len(at), p.heads, p.value_dim))
         lse = np.full((p.batch, p.heads, len(at)), -np.inf)
-        for keys, k, v, rows in self._of_keys(at):
-            part = reference.attention(q[:, rows], k, v, positions=at[rows], keys=keys, **self.options)
-            out[:, rows], lse[..., rows] = reference.merge(out[:, rows], lse[..., rows], *part)
+        for keys, k, v, rows, options in self._of_keys(at):
+            if len(rows):
+                part = reference.attention(q[:, rows], k, v, positions=at[rows], keys=keys, **options)
+                out[:, rows], lse[..., rows] = reference.merge(out[:, rows], lse[..., rows], *part)
         out, lse = self._merged(out, lse)
         if self.sink_scores is None:
             return out, lse
@@ -168,13 +203,21 @@ class _Check:
             total = weight.swapaxes(1, 2)[..., None]
             return out / np.where(total == 0, 1, total), np.where(weight == 0, -np.inf, top + np.log(weight))
 
-    def _gradient(self, at, q, dout, lse, delta):
-        """float64 dq of queries of all ranks over all keys."""
+    def _gradient(self, at, q, dout, lse, delta, parameters):
+        """float64 dq of queries of all ranks over all keys; compares what these pairs give to dbias.
+
+        parameters: other `Sums` of these pairs.
+        """
         dq = np.zeros(q.shape)
-        for keys, k, v, rows in self._of_keys(at):
+        for keys, k, v, rows, options in self._of_keys(at):
             statistics = lse[..., rows], delta[..., rows]
             given = dout[:, rows], q[:, rows], k, v, *statistics
-            dq[:, rows] += reference.gradients(*given, positions=at[rows], keys=keys, of="q", **self.options)[0]
+            sums = [] if self.biases is None else self.biases.tile_sums(at, keys)
+            where = {"positions": at[rows], "keys": keys, "sums": [*sums, *parameters]}
+            if len(rows):
+                dq[:, rows] += reference.gradients(*given, of="q", **where, **options)[0]
+            if sums:
+                self.biases.compare_tile(self.errors["dbias"], sums)
         self.peers.reduce(dq, MPI.SUM)
         return dq
 
@@ -184,9 +227,15 @@ class _Check:
         statistics = self._statistics()
         for own in self._turns(keys, row_bytes(p, p.kv_heads)):
             at = self.key_positions[own]
-            turn = _Turn(self.peers, at, [self.k[:, own]] + [self.v[:, own]] * (not p.shared_kv))
-            k, v = turn.arrays if len(turn.arrays) == 2 else (turn.arrays[0], turn.arrays[0][..., : p.value_dim])
-            dk, dv = self._gradients(turn.at, k, v, statistics)
+            given, numbers = [self.k[:, own]] + [self.v[:, own]] * (not p.shared_kv), self.biases and self.biases.keys
+            turn = _Turn(self.peers, at, given + ([] if numbers is None else [numbers[..., own].swapaxes(1, 2)]))
+            k, *rest = turn.arrays
+            numbers = None if numbers is None else rest.pop().swapaxes(1, 2)
+            (v,) = rest or (k[..., : p.value_dim],)
+            sums = [] if self.biases is None else self.biases.key_sums(turn.at)
+            dk, dv = self._gradients(turn.at, k, v, statistics, numbers, sums)
+            if sums:
+                self.biases.compare_keys(self.errors["dkey_bias"], sums, own, turn.own)
             if p.shared_kv:
                 dk[..., : p.value_dim] += dv
             for name, expected in (("dk", dk), ("dv", dv)):
@@ -209,17 +258,24 @@ class _Check:
     def _row_steps(self):
         return steps(len(self.positions), row_bytes(self.problem, self.problem.heads))
 
-    def _gradients(self, at, k, v, statistics):
-        """float64 dk and dv, over all queries, of keys of all ranks."""
+    def _gradients(self, at, k, v, statistics, numbers, sums):
+        """float64 dk and dv, over all queries, of keys of all ranks.
+
+        numbers: these keys' biases, or None.  sums: `Sums` of these pairs.
+        """
         dk, dv = np.zeros(k.shape), np.zeros(v.shape)
-        for step in self._row_steps() if len(at) else []:
+        turns = self.biases and self.biases.turns(len(at), len(self.positions))
+        for step in (turns or self._row_steps()) if len(at) else []:
+            options = self.options
+            if self.biases is not None:
+                options = options | {"biases": self.biases.of_keys(self.positions[step], at, numbers)}
             begin, end = reference.bounds(self.positions[step], self.problem.batch, **self.masks)
             seeing = ((begin <= at[-1]) & (end > at[0]) & (begin < end)).any(axis=0)
             rows = np.arange(step.start, step.stop)[seeing]
             if len(rows):
                 given = self.dout[:, rows], self.q[:, rows], k, v, *statistics[..., rows]
-                where = {"positions": self.positions[rows], "keys": at}
-                _, of_k, of_v = reference.gradients(*given, **where, of="kv", **self.options)
+                where = {"positions": self.positions[rows], "keys": at, "sums": sums}
+                _, of_k, of_v = reference.gradients(*given, **where, of="kv", **options)
                 dk += of_k
                 dv += of_v
         self.peers.reduce(dk, MPI.SUM)
@@ -241,7 +297,7 @@ class _Check:
         self.terms = largest(sums[1])
         heads = np.arange(self.problem.heads)
         self.errors["dsinks"].compare(heads, self.results["dsinks"][None], sums[:1])
-        self.errors["dsinks"].checked = self.problem.heads if self.peers.rank == 0 else 0  # every rank has all of them
+        self._count("dsinks", self.problem.heads)
 
     def concluded(self):
         """The ranks' errors as a Verification."""
@@ -254,6 +310,11 @@ class _Check:
         lse_size = size["lse"]
         # Where the terms of dq, dk or dsinks cancel, the error of out, through delta, remains: its size is what counts.
         least = {"lse": 1.0, "dq": p.scale * k_size * change, "dk": p.scale * q_size * change, "dsinks": self.terms}
+        if self.biases is not None:
+            for name, of_name in self.biases.floors.items():
+                self.peers.reduce(of_name, MPI.MAX)
+                terms, weights = of_name.tolist()
+                least[name] = max(terms, change * weights)
         of_gradients = gradient_tolerance(p, lse_size)
         tolerances = {"out": out_tolerance(p, lse_size), "lse": ACCUMULATION[p.dtype]}
         compared = []
@@ -261,7 +322,7 @@ class _Check:
         for number, name in enumerate(names):
             errors, differing, places, checked = zip(*(rank[number] for rank in of_ranks))
             rank = max(range(len(errors)), key=lambda rank: (differing[rank] > 0, errors[rank]))
-            absolute = 0 if name in ("lse", "dsinks") else rounding_error(p, 1)[1]
+            absolute = rounding_error(p, 1)[1] if name in ("out", "dq", "dk", "dv") else 0
             off = max(0.0, max(errors) - absolute) / (max(size[name], least.get(name, 0.0)) or 1)
             where = (rank, places[rank]) if places[rank] >= 0 else (-1, -1)
             tolerance = tolerances.get(name, of_gradients)

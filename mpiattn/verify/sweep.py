@@ -52,13 +52,14 @@ class _Incomplete:
         return queries, self._last[queries] == turn
 
 
-def sweep(source, positions, turns, statistics, see_rows=None, see_keys=None):
+def sweep(source, positions, turns, statistics, see_rows=None, see_keys=None, sums_of=None):
     """Compute what queries at some increasing positions, and keys, give to gradients.
 
     source: a `mpiattn.verify.compare.Source` that has dout.  turns: increasing positions of keys, all keys if dq is
     computed.  statistics(queries, dout): lse and delta, over all keys, of some of the queries, which are numbers of
     positions.  see_rows(queries, dq): called with each query once.  see_keys(positions, dk, dv): called with each turn.
-    Without one of these its gradients are not computed.  Returns the largest absolute values in q and in k.
+    Without one of these its gradients are not computed.  sums_of(positions): the `reference_biases.Sums` to which the
+    pairs of a turn are added; see_keys gets them too.  Returns the largest absolute values in q and in k.
     """
     p, of = source.problem, ("q" if see_rows else "") + ("kv" if see_keys else "")
     begin, end = reference.bounds(positions, p.batch, **source.masks)
@@ -69,6 +70,7 @@ def sweep(source, positions, turns, statistics, see_rows=None, see_keys=None):
     for turn, at in enumerate(turns):
         k, v = source.rows("k", at), source.rows("v", at)
         dk, dv = np.zeros(k.shape), np.zeros(v.shape)
+        sums = () if sums_of is None else sums_of(at)
         first, last = np.searchsorted(at, (begin, end))
         if see_rows:
             queries, complete = incomplete.go_on(turn)
@@ -87,6 +89,7 @@ def sweep(source, positions, turns, statistics, see_rows=None, see_keys=None):
                 positions=positions[these],
                 keys=at[seen],
                 of=of,
+                sums=sums,
                 **source.scores,
                 **source.masks,
             )
@@ -99,5 +102,5 @@ def sweep(source, positions, turns, statistics, see_rows=None, see_keys=None):
                 done = complete[step]
                 see_rows(these[done], incomplete.sums[:, step][:, done])
         if see_keys:
-            see_keys(at, dk, dv)
+            see_keys(at, dk, dv, *([] if sums_of is None else [sums]))
     return sizes

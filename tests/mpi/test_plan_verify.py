@@ -117,7 +117,7 @@ def test_the_sample(comm, plan, given):
     seen = set()
     for seed in range(12):
         try:
-            verification = plan.verify(**wrong, samples=2 if comm.size > 1 else 5, seed=seed)
+            verification = plan.verify(**wrong, samples=2 if comm.size > 1 else 5, sample_seed=seed)
         except VerificationError as error:
             verification = error.verification
         dk = verification.arrays[3]
@@ -140,7 +140,7 @@ WRONG = {
     "dout is None": {"dout": None},
     "dout is given without grads": {"grads": None},
     "samples is 0; it must be a whole number, at least 1, or None": {"samples": 0},
-    "seed is None; it must be a whole number, at least 0": {"seed": None},
+    "sample_seed is None; it must be a whole number, at least 0": {"sample_seed": None},
     "out has shape": {"out": np.zeros(3, np.float32)},
     "cu_seqlens is": {"cu_seqlens": [5]},
 }
