@@ -21,7 +21,10 @@ from mpiattn.system.closest import closest
         ("generate x.h5 --seqlan 4 --heads=3", "unrecognized arguments: --seqlan 4; did you mean --seqlen?"),
         ("decode c.h5 q.h5 out.h5 --way levels", "--way levels; --way is now called --algorithm"),
         ("run --is-causal in.h5 out.h5", "--is-causal; --is-causal is called --causal here"),
-        ("run --dropout-p=0 in.h5 out.h5", "--dropout-p: there is no dropout here"),
+        (
+            "run --dropout-p=0 in.h5 out.h5",
+            "--dropout-p: dropout is an argument of MeshAttention.forward, and of no command",
+        ),
         ("run a.h5 b.h5 --names q=a k=b", "--names q=NAME,k=NAME,v=NAME, with commas and without spaces"),
         ("run q.npy k.npy v.npy", "mpiattn convert q.npy k.npy v.npy qkv.h5"),
         ("run a.h5 b.h5 --window -1,0", "write --window=LEFT,RIGHT, for example --window=-1,0"),
