@@ -132,7 +132,7 @@ def attention(
                     raise wrong
                 if call.pop("bias", None) is not None:
                     raise ArgumentError(
-                        "bias is given; mpiattn.attention itself chooses the tile of it that a rank computes with: make "
+                        "bias is given; mpiattn.attention itself chooses which tile of it a rank computes with: make "
                         "a MeshAttention, whose bias_positions say which that is, and give the tile to its forward"
                     )
                 if v is None and value_dim is None:
