@@ -237,7 +237,8 @@ def count(comm, args):
             *_, last = plan.backward(dout, q, k, v, out, lse, **options)
             numbers += [after - before, plan.sent[0] - after, plan.nbytes]
         assert last.shape == tile.shape
-        numbers = comm.allreduce(np.array([*numbers, tile.numel()]), MPI.MAX)
+        numbers = np.array([*numbers, tile.numel()])
+        comm.Allreduce(MPI.IN_PLACE, numbers, MPI.MAX)
         if comm.rank == 0:
             shape = f"{args.tokens} tokens, {COUNTED['heads']} heads x {COUNTED['head_dim']}"
             print(f"{comm.size} ranks, tile {plan.tile}, {shape}")
