@@ -14,15 +14,15 @@ pytestmark = pytest.mark.skipif(
 )
 FEW = ["--tokens", "20", "--steps", "4"]
 
-# The program with a wrong gradient of the bias, in one of its parts.
+# The program with a wrong gradient of the bias.
 SABOTAGE = """
 import runpy, sys
 from mpiattn import MeshAttention
-backward, part = MeshAttention.backward, sys.argv.pop(1)
+backward = MeshAttention.backward
 
 def spoilt(self, *arrays, **options):
     *grads, dbias = backward(self, *arrays, **options)
-    return *grads, dbias / 2 if (part == "losses") == (self.problem.batch == 1) else dbias
+    return *grads, 0 * dbias
 
 MeshAttention.backward = spoilt
 sys.exit(runpy.run_path(EXAMPLE)["main"]())
@@ -38,7 +38,9 @@ assert spread["comm"].size == 3 and alone["comm"].size == 1
 rows, columns = spread["plan"].bias_positions
 pairs = [(spread["z"].grad, alone["z"].grad[rows[:, None], columns])]
 pairs += [(a.grad, b.grad) for a, b in zip(spread["parameters"], alone["parameters"], strict=True)]
-assert all(b.any() and (a - b).abs().max() < 1e-5 * b.abs().max() for a, b in pairs)
+sizes = [b.abs().max().item() for _, b in pairs]
+assert sum(size > 1 for size in sizes) == len(sizes) - 1, sizes  # a shift of all scores of a query has no gradient
+assert all((a - b).abs().max() < 1e-5 * max(size, 1) for (a, b), size in zip(pairs, sizes))
 """
 
 
@@ -50,21 +52,20 @@ def test_pairformer_is_that_of_dense_attention(ranks, options, says):
     assert len(losses) == 4 and losses[-1] < 0.9 * losses[0]
 
 
-@pytest.mark.parametrize("part", ["losses", "triangle attention"])
-def test_pairformer_shows_what_is_wrong(tmp_path, part):
+def test_pairformer_shows_what_is_wrong(tmp_path):
     script = tmp_path / "sabotage.py"
     script.write_text(SABOTAGE.replace("EXAMPLE", repr(str(EXAMPLE))))
-    outcome = launch.mpirun(2, [sys.executable, script, part, *FEW], check=False, timeout=120)
+    outcome = launch.mpirun(2, [sys.executable, script, *FEW], check=False, timeout=120)
     assert outcome.returncode and "Traceback" not in outcome.stderr
-    assert re.findall(r"^(.*): NOT the same", outcome.stdout, re.MULTILINE) == [part]
+    assert re.findall(r"^(.*): NOT the same", outcome.stdout, re.MULTILINE) == ["losses", "triangle attention"]
 
 
 def test_bytes_with_and_without_a_bias():
     """The same, and a bias of tokens ** 2 * heads / ranks elements."""
-    text = launch.mpirun(4, [sys.executable, EXAMPLE, "--count", "--tokens", "40"], timeout=60).stdout
+    text = launch.mpirun(2, [sys.executable, EXAMPLE, "--count", "--tokens", "40"], timeout=60).stdout
     without, given = re.findall(r": (\d+ bytes sent forward, \d+ backward)", text)
     assert without == given and not without.startswith("0 ")
-    assert f"the bias has {40**2 * 16 // 4} elements" in text
+    assert f"the bias has {40**2 * 16 // 2} elements" in text
 
 
 def test_pairformer_says_what_is_wrong():
