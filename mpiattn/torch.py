@@ -200,7 +200,7 @@ class _Attention(torch.autograd.Function):
             more = {"bias_gradients": how.wanted, "bias_shared": how.bias_shared}
         grads = plan.backward(dout, q, k, v, out, lse, dlse=dlse, check=how.check, **given, **more)
         if how.verify:
-            plan.verify(q, k, v, out, lse, dout=dout, dlse=dlse, grads=grads, **given)
+            plan.verify(q, k, v, out, lse, dout=dout, dlse=dlse, grads=grads, **given, **more)
         names = ["q", "k", "v", *["sinks"] * (sinks is not None), *how.wanted]
         of = dict(zip(names, grads, strict=True))
         sharing = dict.fromkeys(("sinks", "alibi_slopes", "relative_bias"), plan.q_layout.chunks)
