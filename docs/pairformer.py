@@ -181,7 +181,7 @@ def train_spread(comm, args):
         direction="both",
         backend=args.backend,
     ) as plan:
-        if plan.bias_heads != slice(0, HEADS):
+        if range(HEADS)[plan.bias_heads] != range(HEADS):
             raise ArgumentError(f"--tile is {plan.tile}; it must be AxB: planes would each hold the same pairs")
         rows, columns = plan.bias_positions
         losses = train(args, plan.positions, (rows, columns), attend_on(plan), partial(comm.Allreduce, MPI.IN_PLACE))

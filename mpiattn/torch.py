@@ -217,7 +217,7 @@ def _copies(plan: MeshAttention, bias: torch.Tensor, shared: Sequence[str] | Non
     p, copies = plan.problem, 1
     axes = ("batch", p.batch, plan.bias_sequences), ("heads", p.heads, plan.bias_heads)
     for axis, (name, of_problem, own) in enumerate(axes):
-        of_plane = own.stop - own.start
+        of_plane = len(range(of_problem)[own])
         if bias.shape[axis] == 1 and (of_plane > 1 or name in (shared or ())):
             copies *= of_problem // of_plane
     return copies
