@@ -85,8 +85,8 @@ WITHOUT = {
     "cache_seqlens": "KVCache knows the lengths of its sequences",
     "deterministic": "results are the same bits in every run, but gradients with the back end cuda+cudnn",
 }
-# Arguments of calls of a program that no command has.
-OF_PROGRAMS = ("dropout",)
+# Arguments of calls that few commands have.
+OF_CALLS = ("bias", "dropout")
 _known: dict[str, tuple[str, ...]] = {}  # names of functions, and those of their arguments
 
 
@@ -138,6 +138,6 @@ def option(name: str, options: Iterable[str]) -> str:
     called = f"--{ours.replace('_', '-')}"
     if ours and called in options:
         return f"; {name} is now called {called}" if plain in FORMER else f"; {name} is called {called} here"
-    if (ours or plain) in OF_PROGRAMS:
-        return f"; {name}: {ours or plain} is an argument of MeshAttention.forward, and of no command"
+    if (ours or plain) in OF_CALLS:
+        return f"; {name}: this command has no {ours or plain}, an argument of MeshAttention.forward"
     return f"; {name}: {WITHOUT[plain]}" if plain in WITHOUT else ""
