@@ -23,6 +23,7 @@ except ImportError as error:
 from torch.autograd.function import once_differentiable
 
 from . import backends
+from .arguments.biases import WITH_GRADIENTS, BiasArguments
 from .arguments.documents import DocumentArguments
 from .arguments.untraced import untraced
 from .comm.refusal import of_call, refusing
@@ -31,8 +32,13 @@ from .problem.tensors import check_transforms, shared
 from .system.values import truth
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .plan.mesh_attention import MeshAttention
     from .problem.documents import PerDocument
+
+# The tensors of a call that may require a gradient, in the order of `_Attention.forward`.
+TENSORS = ("q", "k", "v", "sinks", *WITH_GRADIENTS)
 
 
 @untraced
@@ -51,18 +57,29 @@ def attention(
     causal_documents: PerDocument = None,
     padding: bool = False,
     sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    key_bias: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    relative_bias: torch.Tensor | None = None,
+    relative_grid: Sequence[int] | None = None,
+    relative_cyclic: Sequence[bool] | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    bias_shared: Sequence[str] | None = None,
     check: bool = True,
     verify: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of this rank's chunks, differentiable with respect to q, k, v and sinks; collective.
+    """Attention of this rank's chunks, differentiable with respect to all tensors among the arguments; collective.
 
-    Gradients are those of the sum of all ranks' losses, in the dtypes of their inputs.  The gradient of sinks is an
-    equal share on every rank; the sum over ranks, as for any replicated parameter, is the whole gradient.
+    Gradients are those of the sum of all ranks' losses, in the dtypes of their inputs.  Those of sinks, alibi_slopes
+    and relative_bias are equal shares on all ranks; the sum over ranks, as for any replicated parameter, is the whole
+    gradient.  So it is for a bias that planes of the mesh share: each rank with the same tile gets an equal share.
 
     The backward pass is collective too: all ranks run it or none, in the same order for several calls of `attention`.
-    Therefore all ranks must agree whether any of q, k, v and sinks requires a gradient.  Every rank's loss must depend
-    on its results of `attention`, even for a chunk without tokens.  The backward pass computes all gradients, requested
-    or not, and can itself not be differentiated.  Torch runs the backward pass of CUDA tensors in its own thread, so
+    Therefore all ranks must agree whether any tensor requires a gradient, and which of the biases do.  Every rank's
+    loss must depend on its results of `attention`, even for a chunk without tokens.  The backward pass computes the
+    gradients of q, k, v and sinks, requested or not, and those of the biases that required one in the forward pass.
+    It can itself not be differentiated.  Torch runs the backward pass of CUDA tensors in its own thread, so
     MPI must provide MPI_THREAD_SERIALIZED or more; mpi4py requests that.
 
     Functions that call it may be compiled by torch.compile, which leaves the call as it is, but not with
@@ -83,6 +100,12 @@ def attention(
         As in `MeshAttention.forward`; the backward pass uses them too.
     sinks : torch.Tensor, (heads,), default None
         In lse's dtype, the same on every rank.
+    bias, key_bias, alibi_slopes, relative_bias : torch.Tensor, default None
+        As in `MeshAttention.forward`.  The backward pass needs those that it got, unchanged.
+    relative_grid, relative_cyclic, dropout, seed
+        As in `MeshAttention.forward`; the backward pass drops the weights that the forward pass dropped.
+    bias_shared : sequence of str, default None
+        As in `MeshAttention.backward`, which takes it if bias requires a gradient.
     check : bool, default True
         As in `MeshAttention.forward`; the backward pass uses it too.  It adds two small allreduces to those of the
         plan in the forward pass, and one in the backward pass.
@@ -104,40 +127,59 @@ def attention(
     VerificationError
         The same on every rank, here or in the backward pass: with verify, and a result is wrong.
     """
-    tensors = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
+    biases = {"bias": bias, "key_bias": key_bias, "alibi_slopes": alibi_slopes, "relative_bias": relative_bias}
+    biases = {name: tensor for name, tensor in biases.items() if tensor is not None}
+    tensors = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks}) | biases
     with plan.call("torch.attention") as call, call.agreement(check) as same:
         _check(plan, tensors)
+        if bias_shared is not None and bias is None:
+            raise ArgumentError("bias_shared is given without bias, which alone it is about")
         same["verify"] = truth("verify", verify)
         # if this differed, only some ranks would run the backward pass
-        same["requires_grad (of any of q, k, v and sinks)"] = torch.is_grad_enabled() and any(
-            tensor is not None and tensor.requires_grad for tensor in tensors.values()
-        )
+        wanted = [name for name, tensor in tensors.items() if tensor is not None and tensor.requires_grad]
+        same["requires_grad (of any tensor)"] = torch.is_grad_enabled() and bool(wanted)
+        wanted = [name for name in wanted if name in biases]
+        if biases:
+            same["requires_grad (of biases)"] = wanted if torch.is_grad_enabled() else []
     # copies, because the caller may change the originals before the backward pass
     documents = deepcopy(
         DocumentArguments(cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents, padding)
     )
-    return _Attention.apply(plan, _How(documents, check, verify), q, k, v, sinks)
+    options = deepcopy(BiasArguments(None, None, None, None, relative_grid, relative_cyclic, dropout, seed))
+    how = _How(documents, options, wanted, deepcopy(bias_shared) if "bias" in wanted else None, check, verify)
+    return _Attention.apply(plan, how, q, k, v, sinks, bias, key_bias, alibi_slopes, relative_bias)
 
 
 class _How(NamedTuple):
-    """The arguments of `attention` besides the plan and the tensors."""
+    """The arguments of `attention` besides the plan and the tensors.
+
+    biases: those without tensors.  wanted: names of the tensors among the biases that require a gradient.
+    """
 
     documents: DocumentArguments
+    biases: BiasArguments
+    wanted: list[str]
+    bias_shared: Sequence[str] | None
     check: bool
     verify: bool
+
+    def call(self, sinks: Any, biases: Sequence[Any]) -> dict[str, Any]:
+        """The keywords that all calls of the plan have.  biases: the tensors, in the order of WITH_GRADIENTS."""
+        given = self.biases._replace(**dict(zip(WITH_GRADIENTS, biases, strict=True)))
+        return {"sinks": sinks, **self.documents._asdict(), **({} if given.none else given._asdict())}
 
 
 class _Attention(torch.autograd.Function):
     """The plan's forward and backward pass as one node of torch's graph."""
 
     @staticmethod
-    def forward(ctx: Any, plan: MeshAttention, how: _How, q: Any, k: Any, v: Any, sinks: Any) -> Any:
-        documents = how.documents._asdict()
-        out, lse = plan.forward(q, k, v, sinks=sinks, check=how.check, **documents)
+    def forward(ctx: Any, plan: MeshAttention, how: _How, q: Any, k: Any, v: Any, sinks: Any, *biases: Any) -> Any:
+        given = how.call(sinks, biases)
+        out, lse = plan.forward(q, k, v, check=how.check, **given)
         ctx.plan, ctx.how = plan, how
         if how.verify:
-            plan.verify(q, k, v, out, lse, sinks=sinks, **documents)
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
+            plan.verify(q, k, v, out, lse, **given)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *biases)
         ctx.set_materialize_grads(False)  # plan.backward accepts dlse=None
         return out, lse
 
@@ -150,16 +192,35 @@ class _Attention(torch.autograd.Function):
         with plan.call("torch.attention's backward pass") as call, call.agreement(how.check):
             if changed:
                 raise changed
-            q, k, v, out, lse, sinks = saved
+            q, k, v, out, lse, sinks, *biases = saved
             dout = torch.zeros_like(out) if dout is None else dout
             _check(plan, {"dout": dout, "dlse": dlse})
-        more = {"sinks": sinks, **how.documents._asdict()}
-        grads = plan.backward(dout, q, k, v, out, lse, dlse=dlse, check=how.check, **more)
+        given, more = how.call(sinks, biases), {}
+        if any(bias is not None for bias in biases):
+            more = {"bias_gradients": how.wanted, "bias_shared": how.bias_shared}
+        grads = plan.backward(dout, q, k, v, out, lse, dlse=dlse, check=how.check, **given, **more)
         if how.verify:
-            plan.verify(q, k, v, out, lse, dout=dout, dlse=dlse, grads=grads, **more)
-        dq, dk, dv, *dsinks = grads
-        share = dsinks[0] / plan.q_layout.chunks if dsinks else None
-        return None, None, dq, dk, dv, share
+            plan.verify(q, k, v, out, lse, dout=dout, dlse=dlse, grads=grads, **given, **more)
+        names = ["q", "k", "v", *["sinks"] * (sinks is not None), *how.wanted]
+        of = dict(zip(names, grads, strict=True))
+        sharing = dict.fromkeys(("sinks", "alibi_slopes", "relative_bias"), plan.q_layout.chunks)
+        if "bias" in of:
+            sharing["bias"] = _copies(plan, biases[0], how.bias_shared)
+        for name, ranks in sharing.items():
+            if name in of and ranks > 1:
+                of[name] = of[name] / ranks
+        return None, None, *[of.get(name) for name in TENSORS]  # torch casts them to the dtypes of the tensors
+
+
+def _copies(plan: MeshAttention, bias: torch.Tensor, shared: Sequence[str] | None) -> int:
+    """The number of planes that have the same tile of a bias, and the sum of all their gradients of it."""
+    p, copies = plan.problem, 1
+    axes = ("batch", p.batch, plan.bias_sequences), ("heads", p.heads, plan.bias_heads)
+    for axis, (name, of_problem, own) in enumerate(axes):
+        of_plane = len(range(of_problem)[own])
+        if bias.shape[axis] == 1 and (of_plane > 1 or name in (shared or ())):
+            copies *= of_problem // of_plane
+    return copies
 
 
 def _saved(ctx: Any) -> tuple[Any, RuntimeError | None]:

@@ -21,7 +21,11 @@ from mpiattn.system.closest import closest
         ("generate x.h5 --seqlan 4 --heads=3", "unrecognized arguments: --seqlan 4; did you mean --seqlen?"),
         ("decode c.h5 q.h5 out.h5 --way levels", "--way levels; --way is now called --algorithm"),
         ("run --is-causal in.h5 out.h5", "--is-causal; --is-causal is called --causal here"),
-        ("run --dropout-p=0 in.h5 out.h5", "--dropout-p: there is no dropout here"),
+        (
+            "plan --ranks 4 --dropout-p=0",
+            "--dropout-p: this command has no dropout, an argument of MeshAttention.forward",
+        ),
+        ("plan --attn-bias b.h5", "--attn-bias: this command has no bias, an argument of MeshAttention.forward"),
         ("run a.h5 b.h5 --names q=a k=b", "--names q=NAME,k=NAME,v=NAME, with commas and without spaces"),
         ("run q.npy k.npy v.npy", "mpiattn convert q.npy k.npy v.npy qkv.h5"),
         ("run a.h5 b.h5 --window -1,0", "write --window=LEFT,RIGHT, for example --window=-1,0"),

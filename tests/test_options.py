@@ -8,15 +8,18 @@ from inspect import Parameter, cleandoc, signature
 import pytest
 
 import mpiattn
+from mpiattn.arguments.biases import BiasArguments
 from mpiattn.arguments.documents import DocumentArguments
 from mpiattn.console.parser import Parser
 from mpiattn.decode.options import CacheOptions, DecodeArguments
+from mpiattn.plan import one_call
 from mpiattn.plan.options import Options
 from mpiattn.problem.byte_counts import byte_count
 from mpiattn.problem.problem import Problem
 
 PLAN = mpiattn.MeshAttention
 CALLS_WITH_DOCUMENTS = [PLAN.forward, PLAN.backward, PLAN.verify]
+CALLS_WITH_BIASES = [PLAN.forward, PLAN.backward]
 DECODING = [mpiattn.tree_decode, mpiattn.ring_decode, mpiattn.query_ring_decode]
 
 
@@ -68,20 +71,45 @@ def test_arguments_of_the_rings(function):
     assert set(defaults(DecodeArguments)) - set(of_ring) == {"mask", "algorithm", "root"}
 
 
-def calls_with_documents():
+def and_torch(calls):
+    """The calls, and that of mpiattn.torch where there is torch."""
     try:
-        return [*CALLS_WITH_DOCUMENTS, import_module("mpiattn.torch").attention]
+        return [*calls, import_module("mpiattn.torch").attention]
     except ImportError:
-        return CALLS_WITH_DOCUMENTS
+        return calls
 
 
-@pytest.mark.parametrize("function", calls_with_documents(), ids=lambda function: function.__qualname__)
-def test_arguments_of_documents(function):
-    of_call, of_record = parameters(function), defaults(DocumentArguments)
+def check_names(function, record):
+    """That a function has the arguments of a record, in its order and with its defaults."""
+    of_call, of_record = parameters(function), defaults(record)
     assert {name: default for name, default in of_call.items() if name in of_record} == of_record
     assert [name for name in of_call if name in of_record] == [*of_record]
+
+
+@pytest.mark.parametrize("function", and_torch(CALLS_WITH_DOCUMENTS), ids=lambda function: function.__qualname__)
+def test_arguments_of_documents(function):
+    check_names(function, DocumentArguments)
     kinds = signature(function).parameters
-    assert {kinds[name].annotation for name in of_record if name != "padding"} == {"PerDocument"}
+    assert {kinds[name].annotation for name in defaults(DocumentArguments) if name != "padding"} == {"PerDocument"}
+
+
+@pytest.mark.parametrize("function", and_torch(CALLS_WITH_BIASES), ids=lambda function: function.__qualname__)
+def test_arguments_of_biases(function):
+    """With the types of the record, but that torch's function takes tensors."""
+    check_names(function, BiasArguments)
+    kinds = signature(function).parameters
+    for name, annotation in BiasArguments.__annotations__.items():
+        wanted = annotation.__forward_arg__
+        if function not in CALLS_WITH_BIASES:
+            wanted = wanted.replace("Array", "torch.Tensor")
+        assert kinds[name].annotation == wanted, name
+
+
+def test_attention_hands_on_the_arguments_of_calls():
+    """And its docstring names them."""
+    in_words = mpiattn.attention.__doc__
+    for name in (*defaults(DocumentArguments), *defaults(BiasArguments), "sinks"):
+        assert name in one_call.OF_CALL and name in in_words
 
 
 def test_defaults_of_attention():

@@ -22,6 +22,13 @@ ELSEWHERE = {
     "window_size": "window",
     "local_window_size": "window",
     "sliding_window": "window",
+    "attn_bias": "bias",
+    "attention_bias": "bias",
+    "position_bias": "bias",
+    "dropout_p": "dropout",
+    "dropout_rate": "dropout",
+    "attention_dropout": "dropout",
+    "dropout_seed": "seed",
     "logits_soft_cap": "softcap",
     "soft_cap": "softcap",
     "query": "q",
@@ -55,20 +62,22 @@ ELSEWHERE = {
     "softmax_lse": "lse",
 }
 _LENGTHS = "lengths or, for packed documents, cu_seqlens say where sequences end"
-_DROPOUT = "there is no dropout here"
 _MASK = (
     "there are no masks as arrays here: causal, prefix, causal_block, window and a mask of mpiattn.masks say what "
-    "queries see, cu_seqlens where documents begin, and lengths where padding begins"
+    "queries see, cu_seqlens where documents begin, and lengths where padding begins; numbers that are added to scores "
+    "are a bias"
 )
-_BIAS = "there are no biases of scores here"
+_SCORES = (
+    "there are no functions of scores here: bias, key_bias, alibi_slopes and relative_bias are added to them, and "
+    "softcap bounds them"
+)
 _FROM_SHAPES = "it follows from the other arguments"
 _PAGES = "a KVCache has keys, values and the tables of their pages"
 _LSE = "lse is always returned, beside out"
 # Arguments of other libraries that have no counterpart, and why.
 WITHOUT = {
-    **dict.fromkeys(("dropout_p", "dropout", "attention_dropout"), _DROPOUT),
     **dict.fromkeys(("attn_mask", "attention_mask", "mask", "block_mask"), _MASK),
-    **dict.fromkeys(("attn_bias", "bias", "alibi_slopes", "score_mod"), _BIAS),
+    "score_mod": _SCORES,
     **dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "max_seqlen_kv", "enable_gqa"), _FROM_SHAPES),
     **dict.fromkeys(("k_cache", "v_cache", "block_table", "num_splits"), _PAGES),
     **dict.fromkeys(("return_attn_probs", "return_softmax_lse", "return_lse"), _LSE),
@@ -76,6 +85,8 @@ WITHOUT = {
     "cache_seqlens": "KVCache knows the lengths of its sequences",
     "deterministic": "results are the same bits in every run, but gradients with the back end cuda+cudnn",
 }
+# Arguments of calls that few commands have.
+OF_CALLS = ("bias", "dropout")
 _known: dict[str, tuple[str, ...]] = {}  # names of functions, and those of their arguments
 
 
@@ -127,4 +138,6 @@ def option(name: str, options: Iterable[str]) -> str:
     called = f"--{ours.replace('_', '-')}"
     if ours and called in options:
         return f"; {name} is now called {called}" if plain in FORMER else f"; {name} is called {called} here"
+    if (ours or plain) in OF_CALLS:
+        return f"; {name}: this command has no {ours or plain}, an argument of MeshAttention.forward"
     return f"; {name}: {WITHOUT[plain]}" if plain in WITHOUT else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .. import backends
+from ..arguments.biases import BiasArguments
 from ..arguments.documents import DocumentArguments
 from ..arguments.keywords import names_of_arguments, unknown
 from ..arguments.untraced import untraced
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from ..problem.layout import AnyLayout
 
 # The arguments of `MeshAttention.forward` that `attention` hands on; all other options are those of `MeshAttention`.
-OF_CALL = (*DocumentArguments._fields, "sinks")
+OF_CALL = (*DocumentArguments._fields, "sinks", *BiasArguments._fields)
 # Plans that are kept on a communicator, and the most bytes of a rank's chunks: a larger plan takes little of its call.
 KEPT_PLANS, KEPT_PLAN_BYTES = 4, 2**24
 
@@ -36,7 +37,8 @@ KEPT_PLANS, KEPT_PLAN_BYTES = 4, 2**24
 # Of a plan, `attention` takes the options that its arrays do not say.
 OF_ARRAYS = ("seqlen", "heads", "head_dim", "batch", "kv_heads", "dtype", "seqlen_k", "shared_kv")
 ARGUMENTS = (
-    "q", "k", "v", *(name for name in names_of_arguments("MeshAttention") if name not in OF_ARRAYS), "verify", *OF_CALL
+    "q", "k", "v", *(name for name in names_of_arguments("MeshAttention") if name not in (*OF_ARRAYS, *OF_CALL)),
+    "verify", *OF_CALL,
 )  # fmt: skip
 
 
@@ -86,8 +88,10 @@ def attention(
         Whether to compare a sample of the results with float64 attention, as `MeshAttention.verify` does.
     **options
         Other arguments of `MeshAttention`, and cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes,
-        causal_documents, padding and sinks of `MeshAttention.forward`, whose positions and lengths are those of the
-        whole sequence.  The default backend is "cuda" if q is on a GPU, else "auto".
+        causal_documents, padding, sinks, key_bias, alibi_slopes, relative_bias, relative_grid, relative_cyclic,
+        dropout and seed of `MeshAttention.forward`, whose positions and lengths are those of the whole sequence.  Not
+        bias: a `MeshAttention` says which tile of it this rank needs.  The default backend is "cuda" if q is on a GPU,
+        else "auto".
 
     Returns
     -------
@@ -126,6 +130,11 @@ def attention(
                 wrong = unknown("attention", options, ARGUMENTS)
                 if wrong:
                     raise wrong
+                if call.pop("bias", None) is not None:
+                    raise ArgumentError(
+                        "bias is given; mpiattn.attention itself chooses which tile of it a rank computes with: make "
+                        "a MeshAttention, whose bias_positions say which that is, and give the tile to its forward"
+                    )
                 if v is None and value_dim is None:
                     raise ArgumentError(
                         "v is None; it must be an array, or value_dim must say how much of a key is its value"
@@ -152,6 +161,7 @@ def attention(
                     "scale": scale,
                     "layout": layout,
                     "backend": backend,
+                    "key_bias": call.get("key_bias") is not None,
                     **options,
                 }
                 asked |= {name: (len(array), *array.shape[2:], str(array.dtype)) for name, array in arrays.items()}
@@ -183,6 +193,7 @@ def attention(
             scale=scale,
             layout=layout,
             backend=backend,
+            key_bias=call.get("key_bias") is not None,
             **options,
         )
         if backends.find(backend).on_gpu or chunk_bytes(plan.problem, max(q_sizes), max(k_sizes)) > KEPT_PLAN_BYTES:

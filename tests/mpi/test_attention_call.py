@@ -2,11 +2,13 @@
 
 import threading
 
+import biased
 import numpy as np
 import pytest
-from dense import Inputs, Result, bits, draw, draw_all, expected, masks, wrong
+from dense import Inputs, Result, bits, draw, draw_all, error, expected, largest, masks, wrong
 from mpi4py import MPI
 from runs import agreed
+from test_agreement import same_error
 
 from mpiattn import ArgumentError, CallError, Layout, MeshAttention, PeerFailure, attention
 from mpiattn.comm import mesh
@@ -93,6 +95,25 @@ def test_documents_and_sinks(comm, call):
         inputs.q[:, own], inputs.k[:, own_k], inputs.v[:, own_k], comm=comm, causal=True, sinks=inputs.sinks, **call
     )
     agreed(comm, wrong(problem, Result(*result), ref, inputs, own, own_k, call), call)
+
+
+def test_biases_and_dropout(comm):
+    """As of a plan's forward pass, and with key_bias only where that is given; no tile of a bias."""
+    p = Problem(batch=2, seqlen=13, seqlen_k=13, heads=4, kv_heads=2, head_dim=8)
+    lengths = [13 // comm.size + (rank < 13 % comm.size) for rank in range(comm.size)]
+    inputs, own = draw_all(p), slice(*pieces(comm, lengths))
+    q, k, v = (array[:, own] for array in inputs[:3])
+    for kinds in ("key_bias", "alibi relative dropout", "grid"):
+        drawn = biased.draw(p, 1, kinds)
+        given = {name: value for name, value in drawn._asdict().items() if value is not None}
+        if drawn.key_bias is not None:
+            given["key_bias"] = drawn.key_bias[..., own]
+        out, lse = attention(q, k, v, comm=comm, backend="numpy", **given)
+        right, right_lse, *_ = biased.expected(p, inputs, drawn)
+        off = max(error(out, right[:, own]), error(lse, right_lse[..., own]))
+        agreed(comm, f"{kinds}: off by {off}" if off > 2e-5 * max(1, largest(right)) else None)
+    text = same_error(comm, lambda: attention(q, k, v, comm=comm, bias=np.zeros((1, 1, 13, 13), np.float32)))
+    assert "bias is given; mpiattn.attention itself chooses" in text and "bias_positions" in text
 
 
 def test_wrong_arguments(comm):

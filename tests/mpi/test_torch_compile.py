@@ -82,6 +82,28 @@ def test_backward_inside(plan):
     assert grads[0] == grads[1]
 
 
+def test_biases_and_dropout(comm):
+    """Also of gradients, and of a seed that is another at every step."""
+
+    def step(plan, qkv, bias, slopes, seed):
+        out, lse = attention(plan, *qkv, bias=bias * 2, alibi_slopes=slopes, dropout=0.3, seed=seed)
+        return out.sin().sum() + lse.sum()
+
+    compiled = torch.compile(step, backend="eager")
+    with MeshAttention(comm, **SHAPE, causal=True, backend="numpy") as plan:
+        rows, columns = map(torch.from_numpy, plan.bias_positions)
+        of_steps = []
+        for seed in range(2):
+            grads = []
+            for run in (step, compiled):
+                bias = (columns / 9 - rows[:, None].sin())[None, None].float().requires_grad_()
+                leaves = [drawn(plan), bias, torch.tensor([0.5, 0.25], requires_grad=True)]
+                grads.append(bits(*(x.numpy() for x in torch.autograd.grad(run(plan, *leaves, seed), leaves))))
+            assert grads[0] == grads[1]
+            of_steps.append(grads[0])
+        assert of_steps[0] != of_steps[1]
+
+
 def test_tensors_as_documents(plan):
     """Their values and, from the second number of documents on, their number compile nothing again."""
     compiled = torch.compile(lambda qkv, cuts: attention(plan, *qkv, cu_seqlens=cuts)[0] * 2, backend="eager")
