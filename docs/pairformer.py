@@ -291,7 +291,7 @@ def main():
     parser.add_argument("--steps", type=int, default=100, help="(default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=96, help="(default: %(default)s)")
     parser.add_argument("--tile", help="AxB, ring or qring (default: as square as can be)")
-    parser.add_argument("--backend", default="numpy", help="(default: %(default)s)")
+    parser.add_argument("--backend", default="auto", help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of parameters and data (default: %(default)s)")
     parser.add_argument("--count", action="store_true", help="train nothing, but count bytes and memory")
     args, comm = parser.parse_args(), MPI.COMM_WORLD

@@ -19,7 +19,7 @@ from mpiattn.problem.problem import Problem
 
 PLAN = mpiattn.MeshAttention
 CALLS_WITH_DOCUMENTS = [PLAN.forward, PLAN.backward, PLAN.verify]
-CALLS_WITH_BIASES = [PLAN.forward, PLAN.backward]
+CALLS_WITH_BIASES = [PLAN.forward, PLAN.backward, PLAN.verify]
 DECODING = [mpiattn.tree_decode, mpiattn.ring_decode, mpiattn.query_ring_decode]
 
 

@@ -9,7 +9,7 @@ from test_agreement import same_error
 from test_biases import of_rank
 
 from mpiattn import MeshAttention
-from mpiattn.errors import ArgumentError
+from mpiattn.errors import ArgumentError, VerificationError
 
 if MPI.COMM_WORLD.size > 8:
     pytest.skip("many ranks would take long to load torch", allow_module_level=True)
@@ -20,7 +20,7 @@ from mpiattn.torch import attention  # noqa: E402  (needs torch)
 torch.set_num_threads(1)
 
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 6e-2}  # of the largest value
-SHAPE = {"batch": 2, "seqlen": 24, "heads": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 6, "backend": "numpy"}
+SHAPE = {"batch": 2, "seqlen": 24, "heads": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 6}
 EVERY = "bias key_bias alibi relative"
 NAMES = "bias", "key_bias", "alibi_slopes", "relative_bias"
 
@@ -274,3 +274,25 @@ def test_wrong_on_one_rank(comm, plan):
         biases["bias"].requires_grad_(last)
         assert "requires_grad (of biases)" in same_error(comm, lambda: attention(plan, *given, **biases))
         assert "alibi_slopes" in same_error(comm, lambda: attention(plan, *given, **({} if last else biases)))
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "dbias"])
+def test_verified(comm, monkeypatch, wrong):
+    """Biases, dropout and those gradients that were required are compared too."""
+    backward, guilty = MeshAttention.backward, comm.size - 1
+
+    def spoilt(self, *arrays, **options):
+        results = backward(self, *arrays, **options)
+        if wrong == "dbias" and comm.rank == guilty:
+            results[3][..., 0] += 1
+        return results
+
+    monkeypatch.setattr(MeshAttention, "backward", spoilt)
+    with MeshAttention(comm, **SHAPE, tile=tiles(comm.size)[0]) as plan:
+        chunks, biases, _ = made(plan)
+        biases["alibi_slopes"].requires_grad_(False)
+        qkv, dropout = [chunks[name] for name in "qkv"], {"dropout": 0.3, "seed": 5}
+        loss = attention(plan, *qkv, **biases, **dropout, verify=True, bias_shared=[])[0].square().sum()
+        if wrong == "nothing":
+            return loss.backward()
+        assert "dbias off by" in same_error(comm, loss.backward, VerificationError)
