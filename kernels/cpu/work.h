@@ -11,6 +11,7 @@
 #include <time.h>
 
 #include "launch.h"
+#include "small_numbers.h"
 #ifdef __AVX512BF16__
 #include "product_pairs.h"
 #else
@@ -60,7 +61,9 @@ static int give_up(struct job* job, int thread) {
     if (thread == 0 && job->of->poll && !job->stopped) {
         const int64_t time = now();
         if (time - job->asked >= NANOSECONDS) {
+            const uint64_t mode = count_small_numbers();
             const int answer = job->of->poll((double)__atomic_load_n(&job->done, __ATOMIC_RELAXED) / job->all);
+            set_mode(mode);
             __atomic_store_n(&job->stopped, answer, __ATOMIC_RELAXED);
             job->asked = now();
             begin_products();                   // what the caller runs may use tiles too; a call need not keep them
@@ -72,6 +75,7 @@ static int give_up(struct job* job, int thread) {
 static void* run_thread(void* argument) {
     struct thread* thread = argument;
     begin_products();
+    drop_small_numbers(thread->job->of);        // of this thread, which ends with the launch
     thread->work(thread->job, thread->number, thread->with);
     end_products();
     __atomic_fetch_sub(&thread->job->busy, 1, __ATOMIC_RELEASE);
@@ -91,11 +95,13 @@ static int in_threads(struct job* job, int threads, worker work, void* with) {
         }
     }
     begin_products();
+    const uint64_t mode = drop_small_numbers(job->of);
     work(job, 0, with);
     while (job->of->poll && __atomic_load_n(&job->busy, __ATOMIC_ACQUIRE)) {
         give_up(job, 0);
         sched_yield();
     }
+    set_mode(mode);
     end_products();
     for (int i = 1; i < started; i++)
         pthread_join(thread[i].id, 0);
