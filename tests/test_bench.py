@@ -46,6 +46,16 @@ def test_sdpa_table(tmp_path):
     assert json.loads(path.read_text())["machine"]["blas_threads"] in (1, None)
 
 
+@needs_torch
+@pytest.mark.parametrize("options", [["dense", "--backward"], ["alibi"]])
+def test_sdpa_with_a_bias(options):
+    """Both have the same results; mpiattn is measured without it too."""
+    outcome = launch.mpirun(2, [*SDPA, "--bias", *options, "--tile", "1x2", "--json", "-"], timeout=120)
+    data = json.loads(outcome.stdout)
+    assert [row["name"] for row in data["results"]] == ["mpiattn", "mpiattn without", "torch"]
+    assert data["bias"] == options[0] and 0 < data["results"][0]["difference"] < 1e-5
+
+
 def test_sdpa_without_torch_names_the_extra(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('not here')\n")
     outcome = launch.mpirun(
@@ -62,6 +72,7 @@ def test_sdpa_without_torch_names_the_extra(tmp_path):
     [
         (["--runs", "0"], "--runs is 0"),
         (["--tile", "3x1"], "tile is 3x1"),
+        (["--bias", "alibi", "--causal"], "--bias is given with --causal"),
         (["--tile", "2x1", "--all-tiles"], "not allowed with"),
     ],
 )

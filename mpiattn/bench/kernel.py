@@ -63,12 +63,13 @@ class Block:
         cast = backend.empty(self.out.shape, p.dtype)
         backend.copy(cast, self.out)
         backend.delta(self.delta, self.dout, cast, None)
-        self.grads = Gradients(*(backend.empty(array.shape, p.partial_dtype) for array in (self.q, self.k, self.v)))
+        self.grads = [backend.empty(array.shape, p.partial_dtype) for array in (self.q, self.k, self.v)]
         backend.wait(backend.zero(self.grads))
 
     def attend_backward(self):
         """Launch the block's gradients, which add to `grads`."""
-        return self.backend.attend_backward(self.inputs, BackwardInputs(self.dout, self.lse, self.delta), self.grads)
+        given, grads = BackwardInputs(self.dout, self.lse, self.delta), Gradients(*self.grads)
+        return self.backend.attend_backward(self.inputs, given, grads)
 
     def results(self, backward):
         """The out, or dq, dk, dv, of one launch, as NumPy arrays."""

@@ -224,7 +224,7 @@ def _measure(job, args):
                 result("mpiattn", seconds[tile], tile=tile, schedule=plan.schedule.name, difference=apart)
                 for tile, plan, apart in zip(seconds, plans, differences)
             ),
-            *[result("mpiattn without", seconds["plain"])] * bool(args.bias),
+            *(result("mpiattn without", seconds[name]) for name in ("plain",) if args.bias),
             result("torch", seconds["torch"], threads=args.threads),
         ],
     }
