@@ -70,9 +70,9 @@ def test_backward(backend, shape, mask):
     given, all_bits = list(map(backend.contiguous, arguments)), set()
     for _ in range(2):
         grads = Gradients(*(backend.empty(arguments[i].shape, "float32") for i in (0, 4, 5)))
-        backend.zero(grads)
+        backend.zero(grads[:3])
         backend.wait(backend.attend_backward(*of_backward(given, 0.3), grads))
-        grads = host(grads)
+        grads = host(grads[:3])
         all_bits.add(bits(*grads))
     assert_right(arguments, grads)
     assert len(all_bits) == 1, "another run has other bits"
