@@ -25,6 +25,7 @@ from ..console.table import duration, facts, table
 from ..errors import ArgumentError, MpiattnError, VerificationError
 from ..model.machine import PRODUCTS
 from ..plan.mesh_attention import MeshAttention
+from ..problem.distances import usual_slopes
 from ..schedule.tile import parse_tile, tiles
 from ..system import host
 from ..system.words import number
@@ -140,16 +141,11 @@ def _check(args, ranks):
     return tiles(ranks) if args.all_tiles else [args.tile]
 
 
-def _slopes(args):
-    """ALiBi's, of heads that are a power of two."""
-    return (2.0 ** (-8 * np.arange(1, args.heads + 1) / args.heads)).astype(np.float32)
-
-
 def _whole_bias(args):
     """The bias that torch gets, (heads, queries, keys), or None."""
     if args.bias == "alibi":
         tokens = np.arange(args.seqlen, dtype=np.float32)
-        return -_slopes(args)[:, None, None] * np.abs(tokens[None] - tokens[:, None])
+        return -usual_slopes(args.heads).astype(np.float32)[:, None, None] * np.abs(tokens[None] - tokens[:, None])
     if args.bias == "dense":
         return np.random.default_rng(1).standard_normal((args.heads, args.seqlen, args.seqlen), np.float32)
     return None
@@ -158,7 +154,7 @@ def _whole_bias(args):
 def _own_bias(args, plan, whole):
     """The arguments of a call of mpiattn that add the same; whole: on rank 0."""
     if args.bias == "alibi":
-        return {"alibi_slopes": _slopes(args)}
+        return {"alibi_slopes": usual_slopes(args.heads).astype(np.float32)}
     if args.bias == "dense":
         return {"bias": plan.scatter_bias(None if whole is None else whole[None])}
     return {}

@@ -77,6 +77,12 @@ def _check_tokens(array, axis, length):
         raise ArgumentError(f"array has shape {array.shape}; it must have {length} tokens along axis {axis}")
 
 
+def check_root(root, ranks):
+    """Raise ArgumentError unless it is None or one of so many ranks."""
+    if root is not None and (not isinstance(root, Integral) or not 0 <= root < ranks):
+        raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {ranks - 1}")
+
+
 def _checked(call, layout, array, root, axis, length, alike):
     """The array; the shape and dtype of its tokens and whether it is a tensor, None without an array.
 
@@ -84,8 +90,7 @@ def _checked(call, layout, array, root, axis, length, alike):
     """
     given, row = array, None
     with call.agreement() as same:
-        if root is not None and (not isinstance(root, Integral) or not 0 <= root < call.peers.size):
-            raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {call.peers.size - 1}")
+        check_root(root, call.peers.size)
         if not isinstance(axis, Integral):
             raise ArgumentError(f"axis is {axis!r}; it must be a whole number")
         same |= {"root": AsGiven(root, "every rank" if root is None else root), "axis": axis, "tokens": layout.seqlen}

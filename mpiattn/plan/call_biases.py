@@ -130,7 +130,14 @@ class CallBiases:
 
     def names(self, wanted: bool | Sequence[str]) -> list[str]:
         """The arguments whose gradients a call with this bias_gradients returns.  Raises ArgumentError."""
-        return _names(wanted, self.given.given)
+        given = self.given.given
+        if isinstance(wanted, bool):
+            return given if wanted else []
+        if isinstance(wanted, str) or not all(name in WITH_GRADIENTS for name in wanted):
+            raise ArgumentError(
+                f"bias_gradients is {wanted!r}; it must be True, False or names of {', '.join(WITH_GRADIENTS)}"
+            )
+        return [name for name in given if name in wanted]
 
     def for_reference(
         self, grads: Sequence[Array | None], wanted: bool | Sequence[str], shared: Sequence[str] | None
@@ -231,14 +238,3 @@ def _check_diagonals(documents: tuple[Group, ...], problem: Problem, name: str) 
                 f"{name} is given with documents whose queries and keys end at different positions; distances are "
                 "known only where each document's queries end with its keys"
             )
-
-
-def _names(wanted: bool | Sequence[str], given: list[str]) -> list[str]:
-    """Those of some arguments that are wanted.  Raises ArgumentError."""
-    if isinstance(wanted, bool):
-        return given if wanted else []
-    if isinstance(wanted, str) or not all(name in WITH_GRADIENTS for name in wanted):
-        raise ArgumentError(
-            f"bias_gradients is {wanted!r}; it must be True, False or names of {', '.join(WITH_GRADIENTS)}"
-        )
-    return [name for name in given if name in wanted]

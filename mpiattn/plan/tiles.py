@@ -11,6 +11,7 @@ from ..comm import whole_tiles
 from ..comm.agreement import AsGiven, agreement
 from ..comm.refusal import of_call, refusing
 from ..comm.rounds import native
+from ..comm.whole_arrays import check_root
 from ..errors import ArgumentError
 from ..problem.tensors import as_array, as_given, as_tensor, detached, is_tensor
 from .distribution import Distributed
@@ -82,7 +83,7 @@ class Tiled(Distributed):
             peers, whole = call.peers, None
             about: Any = None  # shape, dtype, and whether it is a tensor
             with call.agreement() as same:
-                _check_root(root, peers.size)
+                check_root(root, peers.size)
                 same["root"] = AsGiven(root, "every rank" if root is None else root)
                 if root in (None, peers.rank):
                     whole = as_array("bias", on_host(detached(bias)))
@@ -128,16 +129,16 @@ class Tiled(Distributed):
             with call.agreement() as same:
                 if root is None:
                     raise ArgumentError("root is None; it must be a rank: only one gets the whole bias")
-                _check_root(root, peers.size)
+                check_root(root, peers.size)
                 array = as_array("tile", on_host(detached(tile)))
                 _check_tile(array, self._share.shape)
                 shape = whole_shape(self._share, array.shape, bias_shared, (p.seqlen, p.seqlen_k))
                 same |= {"root": root, "shape and dtype of the whole": (shape, str(array.dtype))}
-            tiles, of_shape = self._tiles_of(shape), self._decision.share
+            tiles = self._tiles_of(shape)
 
             def sending(rank: int) -> bool:
                 """Of planes with the same tile, the first gives it."""
-                own = of_shape(self._decision.rank_in_mesh(rank))
+                own = self._decision.share(self._decision.rank_in_mesh(rank))
                 return all(n > 1 or not of.start for n, of in zip(shape, (own.sequences, own.heads)))
 
             whole = whole_tiles.gather(peers, tiles, array, shape, root, self._exchange.max_message, sending)
@@ -151,11 +152,6 @@ class Tiled(Distributed):
             return (share.leading(shape), *share.positions())
 
         return of_rank
-
-
-def _check_root(root: Any, ranks: int) -> None:
-    if root is not None and not (isinstance(root, int | np.integer) and 0 <= root < ranks):
-        raise ArgumentError(f"root is {root!r}; it must be a rank from 0 to {ranks - 1}")
 
 
 def _check_whole(whole: Any, p: Problem) -> None:
