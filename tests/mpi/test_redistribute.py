@@ -2,6 +2,8 @@
 
 import os
 import random
+import shutil
+import tempfile
 
 import divisions
 import h5py
@@ -161,30 +163,39 @@ def test_files(comm, tmp_path_factory, monkeypatch, kind, axes, dtype, batch, ap
     comm.Barrier()
 
 
-@pytest.mark.parametrize("folder", [None, "/no such folder"])
-def test_memory_that_ranks_share(comm, monkeypatch, folder):
+@pytest.fixture
+def memory_folder(comm, monkeypatch):
+    """A folder in shared memory for this test alone: another launch may have its files in the usual one."""
+    usual = shared_memory.FOLDER
+    folder = comm.bcast(tempfile.mkdtemp(dir=usual) if comm.rank == 0 and os.path.isdir(usual) else usual)
+    monkeypatch.setattr(shared_memory, "FOLDER", folder)
+    yield folder
+    comm.Barrier()
+    if comm.rank == 0 and folder != usual:
+        shutil.rmtree(folder)
+
+
+def test_memory_that_ranks_share(comm, memory_folder):
     """It is the same on all, and leaves no file; on a system that has none it is None."""
-    monkeypatch.setattr(shared_memory, "FOLDER", folder or shared_memory.FOLDER)
     memory, peers = shared_memory.shared_memory(Peers(comm), 5000), Peers(comm)
-    if comm.size > 1 and (folder or not os.path.isdir(shared_memory.FOLDER)):
+    if comm.size > 1 and not os.path.isdir(memory_folder):
         assert memory is None
         return
     assert memory.shape == (5000,)
     memory[comm.rank :: comm.size] = comm.rank
     peers.barrier()
     assert np.array_equal(memory, np.arange(5000) % comm.size)
-    assert none_left()
+    assert not os.path.isdir(memory_folder) or not os.listdir(memory_folder)
 
 
-def none_left():
-    """Whether no file of shared memory is left."""
-    folder = shared_memory.FOLDER
-    return not os.path.isdir(folder) or not any(shared_memory.NAME in name for name in os.listdir(folder))
+def test_no_memory_that_ranks_share(comm, monkeypatch):
+    monkeypatch.setattr(shared_memory, "FOLDER", "/no such folder")
+    assert (shared_memory.shared_memory(Peers(comm), 5000) is None) == (comm.size > 1)
 
 
-def test_memory_that_there_is_no_room_for(comm):
+def test_memory_that_there_is_no_room_for(comm, memory_folder):
     assert comm.size == 1 or shared_memory.shared_memory(Peers(comm), 2**50) is None
-    assert none_left()
+    assert not os.path.isdir(memory_folder) or not os.listdir(memory_folder)
 
 
 def test_written_by_rank_0_where_no_memory_is_shared(comm, tmp_path_factory, monkeypatch):
