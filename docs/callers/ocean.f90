@@ -27,7 +27,7 @@ module ocean_model
   ! The block of a rank.  tracers(:, 0:nx+1, 0:ny+1) has ghost points around those of the block.
   type :: block
     type(MPI_Comm) :: cart
-    integer :: rank, nx, ny, first_x, first_y, west, east, south, north
+    integer :: dims(2), rank, nx, ny, first_x, first_y, west, east, south, north
     real(real64), allocatable :: tracers(:, :, :)
   end type
 
@@ -46,17 +46,17 @@ contains
   subroutine make_block(comm, b)
     type(MPI_Comm), intent(in) :: comm
     type(block), intent(out) :: b
-    integer :: dims(2), coords(2), ranks, x, y, i
+    integer :: coords(2), ranks, x, y, i
     call MPI_Comm_size(comm, ranks)
-    dims = 0
-    call MPI_Dims_create(ranks, 2, dims)
-    call MPI_Cart_create(comm, 2, dims, [.false., .true.], .true., b%cart)  ! (y, x)
+    b%dims = 0
+    call MPI_Dims_create(ranks, 2, b%dims)
+    call MPI_Cart_create(comm, 2, b%dims, [.false., .true.], .true., b%cart)  ! (y, x)
     call MPI_Comm_rank(b%cart, b%rank)
     call MPI_Cart_coords(b%cart, b%rank, 2, coords)
     call MPI_Cart_shift(b%cart, 0, 1, b%south, b%north)
     call MPI_Cart_shift(b%cart, 1, 1, b%west, b%east)
-    call share(GRID_Y, dims(1), coords(1), b%ny, b%first_y)
-    call share(GRID_X, dims(2), coords(2), b%nx, b%first_x)
+    call share(GRID_Y, b%dims(1), coords(1), b%ny, b%first_y)
+    call share(GRID_X, b%dims(2), coords(2), b%nx, b%first_x)
     allocate (b%tracers(TRACERS, 0:b%nx + 1, 0:b%ny + 1))
     do y = 1, b%ny
       do x = 1, b%nx
@@ -189,7 +189,8 @@ contains
     if (status == MPIATTN_OK) call mpiattn_plan_integer(plan, 'tokens', tokens, status)
     if (status == MPIATTN_OK .and. tokens /= b%nx * b%ny) error stop 'mpiattn divides the grid in another way'
     if (status == MPIATTN_OK) call mpiattn_plan_text(plan, 'tile', tile, status)
-    if (status == MPIATTN_OK .and. b%rank == 0) print '(3a)', 'tile ', tile, ', mpiattn ' // mpiattn_version()
+    if (status == MPIATTN_OK .and. b%rank == 0) print '(a, i0, a, i0, 3a)', 'blocks ', b%dims(1), 'x', b%dims(2), &
+      ', tile ', tile, ', mpiattn ' // mpiattn_version()
     do n = 1, STEPS
       if (status /= MPIATTN_OK) exit
       call step(b)
