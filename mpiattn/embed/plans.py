@@ -1,0 +1,277 @@
+"""The functions of mpiattn.h about plans."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import backends
+from ..arguments.biases import WITH_GRADIENTS
+from ..errors import ArgumentError, VerificationError
+from ..plan.mesh_attention import MeshAttention
+from ..problem.problem import dtype_name
+from ..system.choices import one_of
+from . import arrays, options
+from .handles import Handles
+from .making import Maker, shared_errors
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from ..verify.result import Verification
+    from .arrays import Described
+
+    Given = Described | None
+
+CALLS = (
+    "plan_create",
+    "plan_create_text",
+    "plan_like",
+    "plan_free",
+    "plan_integer",
+    "plan_text",
+    "plan_positions",
+    "plan_bias_positions",
+    "forward",
+    "backward",
+    "verify",
+    "scatter",
+    "gather",
+    "scatter_bias",
+    "gather_bias",
+)
+PLANS = Handles("plan")
+_maker = Maker(MeshAttention, PLANS)
+
+
+def plan_create(comm: int, number: int, handle: memoryview | None) -> None:
+    """A plan with options."""
+    _maker.make(comm, lambda: options.OPTIONS[number] if number else {}, handle)
+
+
+def plan_create_text(comm: int, text: str | None, handle: memoryview | None) -> None:
+    """A plan with the options of a text."""
+    _maker.make(comm, lambda: options.of_text(text), handle)
+
+
+def plan_like(number: int, seqlen: int, seqlen_k: int, handle: memoryview | None) -> None:
+    """A plan for other lengths."""
+    plan = PLANS[number]
+    with shared_errors(plan, "like"):
+        word = arrays.numbers("plan", handle)
+    word[0] = PLANS.add(plan.like(seqlen=seqlen, seqlen_k=seqlen_k))
+
+
+def plan_free(number: int) -> None:
+    """Close a plan."""
+    _maker.free(number)
+
+
+INTEGERS = {
+    "tokens": lambda plan: plan.q_layout.length(plan.chunk),
+    "tokens_k": lambda plan: plan.k_layout.length(plan.chunk),
+    **{
+        name: lambda plan, name=name: getattr(plan.problem, name)
+        for name in ("seqlen", "seqlen_k", "batch", "heads", "kv_heads", "head_dim", "value_dim")
+    },
+    "chunk": lambda plan: plan.chunk,
+    "bias_rows": lambda plan: len(plan.bias_positions[0]),
+    "bias_columns": lambda plan: len(plan.bias_positions[1]),
+    "bias_first_sequence": lambda plan: plan.bias_sequences.start or 0,
+    "bias_sequences": lambda plan: len(range(plan.problem.batch)[plan.bias_sequences]),
+    "bias_first_head": lambda plan: plan.bias_heads.start or 0,
+    "bias_heads": lambda plan: len(range(plan.problem.heads)[plan.bias_heads]),
+    "nbytes": lambda plan: plan.nbytes,
+    "sent_bytes": lambda plan: plan.sent[0],
+    "sent_messages": lambda plan: plan.sent[1],
+}
+TEXTS = {
+    "tile": lambda plan: str(plan.tile),
+    "layout": lambda plan: plan.q_layout.kind,
+    "layout_k": lambda plan: plan.k_layout.kind,
+    "mesh_layout": lambda plan: plan.mesh_layout,
+    "schedule": lambda plan: plan.schedule.name,
+    "route": lambda plan: plan.route,
+    "backend": lambda plan: plan.backend,
+    "dtype": lambda plan: dtype_name(plan.problem.dtype),
+    "description": repr,
+}
+
+
+def plan_integer(number: int, name: str | None, value: memoryview | None) -> None:
+    """Write a number of a plan."""
+    one_of("name", name, tuple(INTEGERS))
+    arrays.numbers("value", value)[0] = INTEGERS[name](PLANS[number])
+
+
+def plan_text(number: int, name: str | None, memory: memoryview | None) -> None:
+    """Write a text of a plan."""
+    one_of("name", name, tuple(TEXTS))
+    arrays.write_text(TEXTS[name](PLANS[number]), memory)
+
+
+def write_numbers(name: str, values: Any, memory: memoryview | None) -> None:
+    """Write as many int64 numbers as there are.  Raises ArgumentError if the memory is for more or fewer."""
+    np.asarray(arrays.numbers(name, memory, len(values)))[:] = values
+
+
+def plan_positions(number: int, keys: int, memory: memoryview | None) -> None:
+    """Write the positions of this rank's queries or keys."""
+    plan = PLANS[number]
+    write_numbers("positions", plan.positions_k if keys else plan.positions, memory)
+
+
+def plan_bias_positions(number: int, columns: int, memory: memoryview | None) -> None:
+    """Write the positions of the rows or columns of this rank's tile of a bias."""
+    write_numbers("positions", PLANS[number].bias_positions[bool(columns)], memory)
+
+
+class _Call:
+    """The arguments of a call of a plan; an ArgumentError about them on a rank is raised on all.
+
+    method: as the plan names the call.  number: of the plan.  of: number of the options.
+    inputs, memory: descriptions of arrays by name; those of memory may be NULL, and v with shared_kv.
+    """
+
+    def __init__(self, method: str, number: int, of: int, inputs: dict[str, Given], memory: dict[str, Given]) -> None:
+        self.plan, self._method = PLANS[number], method
+        self._check = options.get(of, "check", True)
+        self._on_gpu = backends.find(self.plan.backend).on_gpu
+        with self.sharing():
+            self.arrays: dict[str, Any] = {}
+            for name, described in inputs.items():
+                may_be_null = name == "v" and self.plan.problem.shared_kv
+                get = arrays.optional if may_be_null else arrays.needed
+                self.arrays[name] = get(name, described, self._on_gpu)
+            for name, described in memory.items():
+                self.arrays[name] = arrays.optional(name, described, self._on_gpu)
+            self.options = options.of_call(of, self._on_gpu)
+            twice = next((name for name in self.arrays if name in self.options), None)
+            if twice:
+                raise ArgumentError(f"{twice} is an argument of the function; it must not be among its options too")
+
+    def sharing(self) -> AbstractContextManager[None]:
+        """A block before the collective call, whose ArgumentError is raised on all ranks."""
+        return shared_errors(self.plan, self._method, self._check)
+
+    def run(self) -> Any:
+        """What the plan returns; with back ends of GPUs the results are complete."""
+        results = getattr(self.plan, self._method)(**self.arrays, **self.options)
+        if self._on_gpu:
+            self.plan.drain()
+        return results
+
+
+def forward(number: int, q: Given, k: Given, v: Given, out: Given, lse: Given, of: int) -> None:
+    """`MeshAttention.forward`."""
+    _Call("forward", number, of, {"q": q, "k": k, "v": v}, {"out": out, "lse": lse}).run()
+
+
+# Gradients that Python returns and a program has memory for among its options, in their order.
+RETURNED = {"dsinks": "sinks"} | {f"d{name}": name for name in WITH_GRADIENTS if name != "bias"}
+
+
+def backward(
+    number: int,
+    dout: Given,
+    q: Given,
+    k: Given,
+    v: Given,
+    out: Given,
+    lse: Given,
+    dq: Given,
+    dk: Given,
+    dv: Given,
+    of: int,
+) -> None:
+    """`MeshAttention.backward`."""
+    inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    call = _Call("backward", number, of, inputs, {"dq": dq, "dk": dk, "dv": dv})
+    with call.sharing():
+        memory = {name: call.options.pop(name) for name in RETURNED if name in call.options}
+        without = next((name for name in memory if RETURNED[name] not in call.options), None)
+        if without:
+            raise ArgumentError(f"{without} is given without {RETURNED[without]}, whose gradient it would be")
+        wanted = [name for name in WITH_GRADIENTS if f"d{name}" in call.options or f"d{name}" in memory]
+        call.options.setdefault("bias_gradients", wanted)
+        expected = {name: _shape(call.options[RETURNED[name]]) for name in memory}
+        wrong = next((name for name in memory if _shape(memory[name]) != expected[name]), None)
+        if wrong:
+            raise ArgumentError(f"{wrong} has shape and dtype {_shape(memory[wrong])}; they must be {expected[wrong]}")
+    _, _, _, *more = call.run()
+    names = [*["dsinks"] * ("sinks" in call.options), *[f"d{name}" for name in call.options["bias_gradients"]]]
+    for name, gradient in zip(names, more):
+        if name in memory:
+            memory[name][...] = gradient
+
+
+def _shape(array: Any) -> tuple[Any, str]:
+    return tuple(array.shape), str(array.dtype)
+
+
+def verify(number: int, q: Given, k: Given, v: Given, out: Given, lse: Given, of: int, worst: memoryview | None) -> None:
+    """`MeshAttention.verify`."""
+    verification: Verification | None = None
+    call = _Call("verify", number, of, {"q": q, "k": k, "v": v, "out": out, "lse": lse}, {})
+    try:
+        verification = call.run()
+    except VerificationError as error:
+        verification = error.verification
+        raise
+    finally:
+        if worst is not None and verification is not None:
+            worst.cast("d")[0] = max(each.error / each.tolerance for each in verification.arrays)
+
+
+def _root(root: int) -> int | None:
+    return None if root == -1 else root
+
+
+def _copy(name: str, result: Any, memory: Any) -> None:
+    """Copy a result of Python into the program's memory.  Raises ArgumentError where it does not fit."""
+    if _shape(memory) != _shape(result):
+        raise ArgumentError(f"{name} has shape and dtype {_shape(memory)}; on this rank they must be {_shape(result)}")
+    memory[...] = result
+
+
+def scatter(number: int, whole: Given, chunk: Given, root: int, axis: int, keys: int) -> None:
+    """`MeshAttention.scatter`."""
+    plan = PLANS[number]
+    with shared_errors(plan, "scatter"):
+        given, memory = arrays.optional("whole", whole), arrays.needed("chunk", chunk)
+    _copy("chunk", plan.scatter(given, root=_root(root), axis=axis, keys=bool(keys)), memory)
+
+
+def gather(number: int, chunk: Given, whole: Given, root: int, axis: int, keys: int) -> None:
+    """`MeshAttention.gather`."""
+    plan = PLANS[number]
+    with shared_errors(plan, "gather"):
+        given, memory = arrays.needed("chunk", chunk), _memory_of_whole(plan, whole, root)
+    result = plan.gather(given, root=_root(root), axis=axis, keys=bool(keys))
+    if result is not None:
+        _copy("whole", result, memory)
+
+
+def _memory_of_whole(plan: Any, whole: Given, root: int) -> Any:
+    """The memory of a whole array, which ranks need that get it; None on others."""
+    return arrays.needed("whole", whole) if root in (-1, plan.rank) else None
+
+
+def scatter_bias(number: int, whole: Given, tile: Given, root: int) -> None:
+    """`MeshAttention.scatter_bias`."""
+    plan = PLANS[number]
+    with shared_errors(plan, "scatter_bias"):
+        given, memory = arrays.optional("whole", whole), arrays.needed("tile", tile)
+    _copy("tile", plan.scatter_bias(given, root=_root(root)), memory)
+
+
+def gather_bias(number: int, tile: Given, whole: Given, root: int, of: int) -> None:
+    """`MeshAttention.gather_bias`."""
+    plan = PLANS[number]
+    with shared_errors(plan, "gather_bias"):
+        given, memory = arrays.needed("tile", tile), _memory_of_whole(plan, whole, root)
+        named = options.of_call(of, False)
+    result = plan.gather_bias(given, root=_root(root), **named)
+    if result is not None:
+        _copy("whole", result, memory)
