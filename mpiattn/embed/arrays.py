@@ -1,4 +1,4 @@
-"""The caller's memory as arrays, without a copy, from the descriptions `mpiattn_array` of mpiattn.h."""
+"""The caller's memory as arrays, without a copy."""
 
 from __future__ import annotations
 
@@ -13,13 +13,41 @@ from ..problem.problem import dtype_name
 if TYPE_CHECKING:
     from ..backends.base import Array
 
-# (memory or None, address, number of the dtype, number of axes, shape, strides in elements or ()).
-Described = tuple[memoryview | None, int, int, int, tuple[int, ...], tuple[int, ...]]
-
 NAMES = {1: "float16", 2: "bfloat16", 3: "float32", 4: "float64", 5: "int32", 6: "int64"}  # as in mpiattn.h
 DTYPES = {number: np.dtype(name if "int" in name else dtype_name(name)) for number, name in NAMES.items()}
 MAX_AXES = 8
 GPU_MEMORY = 2, 3  # of CUDA: of a device, and managed
+
+
+class Described:
+    """What `mpiattn_array` says of an array.  mpiattn.c keeps those of recent calls, and with them the arrays.
+
+    memory: None if the rest describes no array.  number: of the dtype.  strides: in elements, () if contiguous.
+    """
+
+    __slots__ = ("address", "array", "axes", "memory", "number", "shape", "strides")
+
+    def __init__(
+        self, memory: memoryview | None, address: int, number: int, axes: int, shape: Any, strides: Any
+    ) -> None:
+        self.memory, self.address, self.number, self.axes = memory, address, number, axes
+        self.shape, self.strides = shape, strides
+        self.array: np.ndarray | None = None  # in host memory; made when a call needs it
+
+    def wrong(self) -> str:
+        """What is wrong about it, where it is not an array."""
+        if self.number not in DTYPES:
+            known = ", ".join(f"{code} ({name})" for code, name in NAMES.items())
+            return f"has dtype {self.number}; it must be one of {known}"
+        if not 0 <= self.axes <= MAX_AXES:
+            return f"has {self.axes} axes; it must have 0 to {MAX_AXES}"
+        if min(self.shape, default=0) < 0:
+            return f"has shape {self.shape}; lengths must be 0 or more"
+        if min(self.strides, default=0) < 0:
+            return f"has strides {self.strides}; they must be 0 or more"
+        if self.address:
+            return f"has shape {self.shape}, more than memory can have"
+        return f"has shape {self.shape} and NULL for its data"
 
 
 def array_of(name: str, described: Described, on_gpu: bool = False) -> Array:
@@ -27,17 +55,18 @@ def array_of(name: str, described: Described, on_gpu: bool = False) -> Array:
 
     on_gpu: whether the memory may be that of a GPU, of which a CuPy array is then made.
     """
-    memory, address, number, axes, shape, strides = described
-    dtype = DTYPES.get(number)
-    if memory is None or dtype is None:
-        raise ArgumentError(f"{name} {_wrong(described)}")
-    if on_gpu and address and memory.nbytes:
-        array = _of_gpu(memory.nbytes, address, dtype, shape, strides)
+    if described.array is not None and not on_gpu:
+        return described.array
+    if described.memory is None:
+        raise ArgumentError(f"{name} {described.wrong()}")
+    dtype = DTYPES[described.number]
+    in_bytes = [stride * dtype.itemsize for stride in described.strides] or None
+    if on_gpu and described.memory.nbytes:
+        array = _of_gpu(described, dtype, in_bytes)
         if array is not None:
             return array
-    if strides:
-        return np.ndarray(shape, dtype, memory, 0, [stride * dtype.itemsize for stride in strides])
-    return np.ndarray(shape, dtype, memory)
+    described.array = np.ndarray(described.shape, dtype, described.memory, 0, in_bytes)
+    return described.array
 
 
 def optional(name: str, described: Described | None, on_gpu: bool = False) -> Array | None:
@@ -52,29 +81,14 @@ def needed(name: str, described: Described | None, on_gpu: bool = False) -> Arra
     return array_of(name, described, on_gpu)
 
 
-def _wrong(described: Described) -> str:
-    """What is wrong about a description."""
-    _, address, number, axes, shape, strides = described
-    if number not in DTYPES:
-        known = ", ".join(f"{code} ({name})" for code, name in NAMES.items())
-        return f"has dtype {number}; it must be one of {known}"
-    if not 0 <= axes <= MAX_AXES:
-        return f"has {axes} axes; it must have 0 to {MAX_AXES}"
-    if min(shape, default=0) < 0:
-        return f"has shape {shape}; lengths must be 0 or more"
-    if min(strides, default=0) < 0:
-        return f"has strides {strides}; they must be 0 or more"
-    return f"has shape {shape}, more than memory can have" if address else f"has shape {shape} and NULL for its data"
-
-
-def _of_gpu(nbytes: int, address: int, dtype: np.dtype[Any], shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+def _of_gpu(described: Described, dtype: np.dtype[Any], in_bytes: list[int] | None) -> Any:
     """A CuPy array of memory on a GPU; None if the address is one of the host."""
     cupy = import_module("cupy")
-    if cupy.cuda.runtime.pointerGetAttributes(address).type not in GPU_MEMORY:
+    if cupy.cuda.runtime.pointerGetAttributes(described.address).type not in GPU_MEMORY:
         return None
-    memory = cupy.cuda.UnownedMemory(address, nbytes, None)
-    in_bytes = [stride * dtype.itemsize for stride in strides] or None
-    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), in_bytes)
+    assert described.memory is not None
+    memory = cupy.cuda.UnownedMemory(described.address, described.memory.nbytes, None)
+    return cupy.ndarray(described.shape, dtype, cupy.cuda.MemoryPointer(memory, 0), in_bytes)
 
 
 def numbers(name: str, memory: memoryview | None, count: int | None = None) -> memoryview:

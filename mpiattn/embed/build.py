@@ -46,9 +46,9 @@ class Installed:
 def build(prefix: str | os.PathLike[str], cc: str | None = None, fc: str | None = None) -> list[Path]:
     """Compile the library for this interpreter and install it; the files that were made.
 
-    prefix: folder that gets lib and include.  cc, fc: commands of the compilers, None for those of the environment's CC
-        and FC, else cc and gfortran.  Where there is no Fortran compiler and none is named, the module is installed as a
-        source alone.
+    prefix: folder that gets lib and include.
+    cc, fc: commands of the compilers, None for those of the environment's CC and FC, else Python's own and gfortran.
+        Where no Fortran compiler is named and there is no gfortran, the module is installed as a source alone.
     Raises BuildError.
     """
     at = Installed(prefix)
@@ -127,8 +127,8 @@ def _libpython() -> Path:
             if name and ".so" in name and Path(folder, name).is_file():
                 return Path(folder, name)
     raise BuildError(
-        f"{sys.executable} has no shared library libpython{value('LDVERSION')}.so, which programs in C need; install it "
-        "(on Debian the package libpython3-dev has it), or take a Python that was built with --enable-shared"
+        f"{sys.executable} has no shared library libpython{value('LDVERSION')}.so, which programs in C need; install "
+        "it (on Debian the package libpython3-dev has it), or take a Python that was built with --enable-shared"
     )
 
 

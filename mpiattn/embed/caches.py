@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import backends
 from ..decode.cache import KVCache
 from ..decode.tree import tree_decode as decode
 from ..errors import ArgumentError
@@ -72,15 +71,11 @@ def cache_free(number: int) -> None:
     _maker.free(number)
 
 
-def _on_gpu(cache: KVCache) -> bool:
-    return backends.find(cache.backend).on_gpu
-
-
 def cache_append(number: int, k: Given, v: Given, of: int) -> None:
     """`KVCache.append`."""
     cache, check = CACHES[number], options.get(of, "check", True)
     with shared_errors(cache, "append", check):
-        on_gpu = _on_gpu(cache)
+        on_gpu = number in CACHES.on_gpu
         keys, values = arrays.needed("k", k, on_gpu), arrays.optional("v", v, on_gpu)
         if values is None and not cache.shared_kv:
             raise ArgumentError("v is NULL; it must be an array")
@@ -124,13 +119,11 @@ def tree_decode(number: int, q: Given, out: Given, lse: Given, of: int) -> None:
     """`mpiattn.tree_decode`."""
     cache, check = CACHES[number], options.get(of, "check", True)
     with shared_errors(cache, "tree_decode", check):
-        on_gpu = _on_gpu(cache)
+        on_gpu = number in CACHES.on_gpu
         queries = arrays.needed("q", q, on_gpu)
         memory = {"out": arrays.optional("out", out, on_gpu), "lse": arrays.optional("lse", lse, on_gpu)}
         named = options.of_call(of, on_gpu)
-        twice = next((name for name in memory if name in named), None)
-        if twice:
-            raise ArgumentError(f"{twice} is an argument of the function; it must not be among its options too")
+        options.refuse_twice(memory, named)
     decode(queries, cache, **memory, **named)
     if on_gpu:
         arrays.finish()

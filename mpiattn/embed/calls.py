@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..version import __version__
 from . import arrays, host
+from .arrays import Described as Described
 from .status import describe as describe
 
 if TYPE_CHECKING:

@@ -12,15 +12,20 @@ _kinds: dict[int, str] = {}  # of every number that was given out
 
 
 class Handles:
-    """Objects of a kind by number.  kind: in words, such as "plan"."""
+    """Objects of a kind by number.
+
+    kind: in words, such as "plan".  on_gpu: numbers of those that compute on a GPU.
+    """
 
     def __init__(self, kind: str) -> None:
-        self.kind, self._objects = kind, dict[int, Any]()
+        self.kind, self._objects, self.on_gpu = kind, dict[int, Any](), set[int]()
 
-    def add(self, made: Any) -> int:
+    def add(self, made: Any, on_gpu: bool = False) -> int:
         """The number of a new object."""
         number = next(_numbers)
         self._objects[number], _kinds[number] = made, self.kind
+        if on_gpu:
+            self.on_gpu.add(number)
         return number
 
     def __getitem__(self, number: int) -> Any:

@@ -49,8 +49,8 @@ def check_mpi(version: str | None, library: str | None) -> None:
     of_mpi4py = MPI.Get_library_version()
     if version is not None and _plain(version) != _plain(of_mpi4py):
         raise HostError(
-            f"the host program's MPI is {_first_line(version)!r} ({library}), that of mpi4py {_first_line(of_mpi4py)!r}; "
-            f"they must be the same: {REBUILD}"
+            f"the host program's MPI is {_first_line(version)!r} ({library}), that of mpi4py is "
+            f"{_first_line(of_mpi4py)!r}; they must be the same: {REBUILD}"
         )
     if not MPI.Is_initialized():
         raise HostError("MPI is not initialized in this process, as mpi4py sees it; call MPI_Init first")
@@ -71,8 +71,8 @@ def _check_family(library: str | None) -> None:
     if built_for != hasattr(ctypes.CDLL(None), "ompi_mpi_comm_world"):
         kinds = "Open MPI", "another MPI than Open MPI"
         raise HostError(
-            f"mpi4py ({spec.origin}) is for {kinds[not built_for]}, the host program has {kinds[built_for]} ({library}); "
-            f"{REBUILD}"
+            f"mpi4py ({spec.origin}) is for {kinds[not built_for]}, the host program has {kinds[built_for]} "
+            f"({library}); {REBUILD}"
         )
 
 

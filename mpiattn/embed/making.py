@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
+from .. import backends
 from ..comm import refusal
 from ..comm.caller_comm import ENDED, is_running
 from ..errors import ArgumentError, CallError
@@ -15,21 +15,26 @@ from .handles import Handles
 from .host import communicator
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ..comm.collective_calls import Collective
 
 
-@contextmanager
-def shared_errors(owner: Collective, method: str, check: Any = True) -> Iterator[None]:
-    """A block before a collective call, which an ArgumentError ends on every rank.
+class shared_errors:  # a class, since every call passes here: generators take longer
+    """A block before a collective call, whose ArgumentError is raised on every rank.
 
-    owner: the plan or cache.  method: as its `call` names it.
+    owner: the plan or cache.  method: as its `call` names it.  check: as of the call.
     """
-    try:
-        yield
-    except ArgumentError as error:
-        refusal.of_call(method)(error, owner, check=check)
+
+    __slots__ = ("_check", "_method", "_owner")
+
+    def __init__(self, owner: Collective, method: str, check: Any = True) -> None:
+        self._owner, self._method, self._check = owner, method, check
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, ArgumentError):
+            refusal.of_call(self._method)(error, self._owner, check=self._check)
 
 
 class Maker:
@@ -60,7 +65,11 @@ class Maker:
             except ArgumentError as error:
                 refusal.of_making(error, object.__new__(self.kind), of_host)
             made = (load or self.kind)(of_host, **arguments)
-        word[0] = self.handles.add(made)
+        word[0] = self.add(made)
+
+    def add(self, made: Collective) -> int:
+        """The number of a new object."""
+        return self.handles.add(made, backends.find(made.backend).on_gpu)
 
     def free(self, number: int) -> None:
         """Close an object.  Raises HostError if MPI has ended; the process's memory is freed all the same."""

@@ -109,12 +109,20 @@ def get(number: int, name: str, default: Any) -> Any:
     return OPTIONS[number].get(name, default) if number else default
 
 
+def refuse_twice(given: dict[str, Any], options: dict[str, Any]) -> None:
+    """Raise ArgumentError if an argument of a function is among its options too."""
+    twice = next((name for name in given if name in options), None)
+    if twice:
+        raise ArgumentError(f"{twice} is an argument of the function; it must not be among its options too")
+
+
 def of_call(number: int, on_gpu: bool) -> dict[str, Any]:
     """A call's options by name; none of the handle 0."""
-    options = OPTIONS[number] if number else {}
+    if not number:
+        return {}
     return {
         name: array_of(name, value.described, on_gpu) if isinstance(value, GivenArray) else value
-        for name, value in options.items()
+        for name, value in OPTIONS[number].items()
     }
 
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import backends
 from ..arguments.biases import WITH_GRADIENTS
 from ..errors import ArgumentError, VerificationError
 from ..plan.mesh_attention import MeshAttention
@@ -60,7 +59,7 @@ def plan_like(number: int, seqlen: int, seqlen_k: int, handle: memoryview | None
     plan = PLANS[number]
     with shared_errors(plan, "like"):
         word = arrays.numbers("plan", handle)
-    word[0] = PLANS.add(plan.like(seqlen=seqlen, seqlen_k=seqlen_k))
+    word[0] = _maker.add(plan.like(seqlen=seqlen, seqlen_k=seqlen_k))
 
 
 def plan_free(number: int) -> None:
@@ -136,20 +135,20 @@ class _Call:
 
     def __init__(self, method: str, number: int, of: int, inputs: dict[str, Given], memory: dict[str, Given]) -> None:
         self.plan, self._method = PLANS[number], method
-        self._check = options.get(of, "check", True)
-        self._on_gpu = backends.find(self.plan.backend).on_gpu
+        self._check, self._on_gpu = options.get(of, "check", True), number in PLANS.on_gpu
         with self.sharing():
             self.arrays: dict[str, Any] = {}
             for name, described in inputs.items():
-                may_be_null = name == "v" and self.plan.problem.shared_kv
-                get = arrays.optional if may_be_null else arrays.needed
-                self.arrays[name] = get(name, described, self._on_gpu)
+                if described is None and name == "v" and self.plan.problem.shared_kv:
+                    self.arrays[name] = None
+                else:
+                    self.arrays[name] = arrays.needed(name, described, self._on_gpu)
             for name, described in memory.items():
-                self.arrays[name] = arrays.optional(name, described, self._on_gpu)
+                if described is not None:
+                    self.arrays[name] = arrays.array_of(name, described, self._on_gpu)
             self.options = options.of_call(of, self._on_gpu)
-            twice = next((name for name in self.arrays if name in self.options), None)
-            if twice:
-                raise ArgumentError(f"{twice} is an argument of the function; it must not be among its options too")
+            if self.options:
+                options.refuse_twice(self.arrays, self.options)
 
     def sharing(self) -> AbstractContextManager[None]:
         """A block before the collective call, whose ArgumentError is raised on all ranks."""
@@ -188,29 +187,43 @@ def backward(
     """`MeshAttention.backward`."""
     inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     call = _Call("backward", number, of, inputs, {"dq": dq, "dk": dk, "dv": dv})
+    if not call.options:
+        call.run()
+        return
     with call.sharing():
-        memory = {name: call.options.pop(name) for name in RETURNED if name in call.options}
-        without = next((name for name in memory if RETURNED[name] not in call.options), None)
-        if without:
-            raise ArgumentError(f"{without} is given without {RETURNED[without]}, whose gradient it would be")
-        wanted = [name for name in WITH_GRADIENTS if f"d{name}" in call.options or f"d{name}" in memory]
-        call.options.setdefault("bias_gradients", wanted)
-        expected = {name: _shape(call.options[RETURNED[name]]) for name in memory}
-        wrong = next((name for name in memory if _shape(memory[name]) != expected[name]), None)
-        if wrong:
-            raise ArgumentError(f"{wrong} has shape and dtype {_shape(memory[wrong])}; they must be {expected[wrong]}")
+        memory = _memory_of_gradients(call.options)
     _, _, _, *more = call.run()
-    names = [*["dsinks"] * ("sinks" in call.options), *[f"d{name}" for name in call.options["bias_gradients"]]]
-    for name, gradient in zip(names, more):
+    wanted = call.options["bias_gradients"]
+    of_biases = [name for name in WITH_GRADIENTS if name in call.options and (wanted is True or name in (wanted or ()))]
+    for name, gradient in zip([*["dsinks"] * ("sinks" in call.options), *[f"d{name}" for name in of_biases]], more):
         if name in memory:
             memory[name][...] = gradient
+
+
+def _memory_of_gradients(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the memory for gradients that Python returns out of a call's options, and ask for those that have some.
+
+    Raises ArgumentError.
+    """
+    memory = {name: options.pop(name) for name in RETURNED if name in options}
+    for name, array in memory.items():
+        of = options.get(RETURNED[name])
+        if of is None:
+            raise ArgumentError(f"{name} is given without {RETURNED[name]}, whose gradient it would be")
+        if _shape(array) != _shape(of):
+            raise ArgumentError(f"{name} has shape and dtype {_shape(array)}; they must be {_shape(of)}")
+    wanted = [name for name in WITH_GRADIENTS if f"d{name}" in options or f"d{name}" in memory]
+    options.setdefault("bias_gradients", wanted)
+    return memory
 
 
 def _shape(array: Any) -> tuple[Any, str]:
     return tuple(array.shape), str(array.dtype)
 
 
-def verify(number: int, q: Given, k: Given, v: Given, out: Given, lse: Given, of: int, worst: memoryview | None) -> None:
+def verify(
+    number: int, q: Given, k: Given, v: Given, out: Given, lse: Given, of: int, worst: memoryview | None
+) -> None:
     """`MeshAttention.verify`."""
     verification: Verification | None = None
     call = _Call("verify", number, of, {"q": q, "k": k, "v": v, "out": out, "lse": lse}, {})

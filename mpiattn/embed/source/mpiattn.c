@@ -17,6 +17,7 @@
 
 #include "mpiattn.h"
 
+#define KEPT 64         // descriptions of arrays
 #define MPI_TEXT 16384  // MPI_MAX_LIBRARY_VERSION_STRING is 8192 at most in the MPIs of today
 
 static atomic_flag busy = ATOMIC_FLAG_INIT;  // while a thread is inside a call
@@ -228,10 +229,8 @@ static int64_t extent(const mpiattn_array *array, int strided) {
     return bytes;
 }
 
-/* (memory or None, address, dtype, shape, strides or None), or None for NULL. */
-static PyObject *array_object(void *given) {
-    const mpiattn_array *array = given;
-    if (!array) Py_RETURN_NONE;
+/* A new object of mpiattn.embed.calls.Described. */
+static PyObject *describe_array(const mpiattn_array *array) {
     int axes = array->axes < 0 || array->axes > MPIATTN_MAX_AXES ? -1 : array->axes, strided = 0;
     for (int axis = 0; axis < axes; axis++) strided |= array->strides[axis] != 0;
     memory part = {array->data, axes < 0 ? -1 : extent(array, strided)};
@@ -245,9 +244,29 @@ static PyObject *array_object(void *given) {
         PyTuple_SET_ITEM(shape, axis, PyLong_FromLongLong(array->shape[axis]));
         if (strided) PyTuple_SET_ITEM(strides, axis, PyLong_FromLongLong(array->strides[axis]));
     }
-    return Py_BuildValue(
-        "(O&KiiNN)", memory_object, &part, (unsigned long long)(uintptr_t)array->data, (int)array->dtype,
-        (int)array->axes, shape, strides);
+    return PyObject_CallMethod(
+        calls, "Described", "O&KiiNN", memory_object, &part, (unsigned long long)(uintptr_t)array->data,
+        (int)array->dtype, (int)array->axes, shape, strides);
+}
+
+/* The description of an array for Python, None for NULL.  Those of recent calls are kept: programs pass the same arrays
+ * again and again. */
+static PyObject *array_object(void *given) {
+    static struct {
+        mpiattn_array array;
+        PyObject *described;
+    } kept[KEPT];
+    const mpiattn_array *array = given;
+    if (!array) Py_RETURN_NONE;
+    const uintptr_t address = (uintptr_t)array->data;
+    const size_t place = (address >> 4 ^ address >> 10 ^ address >> 16) % KEPT;
+    if (!kept[place].described || memcmp(&kept[place].array, array, sizeof *array)) {
+        PyObject *described = describe_array(array);
+        if (!described) return NULL;
+        Py_XSETREF(kept[place].described, described);
+        kept[place].array = *array;
+    }
+    return Py_NewRef(kept[place].described);
 }
 
 // Arguments for "O&".
