@@ -101,6 +101,7 @@ setup(
     package_dir={"mpiattn.kernels": "kernels", "mpiattn.tests": "tests", "mpiattn.slurm": "slurm"},
     package_data={
         "mpiattn": ["py.typed"],
+        "mpiattn.embed": ["source/*"],
         "mpiattn.kernels": ["README.md", "cpu/*", "cuda/*", "emulation/*"],
         "mpiattn.slurm": ["README.md", "*.sh", "*.sbatch"],
     },

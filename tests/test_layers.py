@@ -29,6 +29,7 @@ LIBRARY = [
     "verify",
     "plan",
     "decode",
+    "embed",
 ]
 TOOLS = ["tuning", "check", "console", "plots", "bench", "cli"]
 ROOMS = LIBRARY + TOOLS

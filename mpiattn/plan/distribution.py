@@ -32,6 +32,11 @@ class Distributed(Collective):
     _exchange: Exchange
 
     @property
+    def rank(self) -> int:
+        """This rank in the caller's communicator."""
+        return self._peers.rank
+
+    @property
     def chunk(self) -> int:
         """Number of this rank's chunk, which is its rank in the mesh.
 

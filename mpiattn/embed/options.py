@@ -1,0 +1,167 @@
+"""Named arguments that a C program sets: their text, and what Python's functions take in their place."""
+
+from __future__ import annotations
+
+import re
+from inspect import signature
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..decode.cache import KVCache
+from ..decode.tree import tree_decode
+from ..errors import ArgumentError
+from ..masks.text import parse
+from ..plan.mesh_attention import MeshAttention
+from ..problem.layout import Layout
+from .arrays import array_of
+from .handles import Handles
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from .arrays import Described
+
+FUNCTIONS = (MeshAttention.__init__, MeshAttention.forward, MeshAttention.backward, KVCache.append, tree_decode)
+TRUTHS = {
+    name
+    for function in FUNCTIONS
+    for name, parameter in signature(function).parameters.items()
+    if isinstance(parameter.default, bool)
+}
+TRUTH_LISTS = {"relative_cyclic"}
+NAME_LISTS = {"bias_gradients", "bias_shared"}
+SIDES = {"window"}  # lists in which an empty element is one
+WORDS = {"none": None, "true": True, "false": False}
+SEPARATOR = re.compile(r"\s*,\s*(?=\w+\s*=)")
+
+
+class GivenArray:
+    """An array that is made when a call gets it, since the call knows whether it may be on a GPU."""
+
+    def __init__(self, described: Described) -> None:
+        self.described = described
+
+
+OPTIONS = Handles("options")
+
+
+def of_text(text: str | None) -> dict[str, Any]:
+    """Options of "name=value, name=value".  Raises ArgumentError."""
+    found: dict[str, Any] = {}
+    for item in SEPARATOR.split(text.strip()) if text and text.strip() else ():
+        name, equals, value = item.partition("=")
+        if not equals or not name.strip().isidentifier():
+            raise ArgumentError(f"options is {text!r}; {item!r} in it is not name=value")
+        if name.strip() in found:
+            raise ArgumentError(f"options is {text!r}; {name.strip()} is in it twice")
+        found[name.strip()] = of_word(name.strip(), value.strip())
+    return found
+
+
+def of_word(name: str, value: str) -> Any:
+    """The value that a text means: a number, True, False, None, a tuple of numbers, or the text itself."""
+    if name in NAME_LISTS and value.lower() not in ("0", "1", *WORDS):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    if name in ("grid", "dims") and re.fullmatch(r"\d+(x\d+)*", value):
+        return tuple(map(int, value.split("x")))
+    if "," in value and re.fullmatch(r"[\s\d,+-]*", value):
+        parts = [part.strip() for part in value.split(",")]
+        if name not in SIDES and not parts[-1]:
+            parts.pop()  # a list of one number ends with a comma
+        try:
+            return of_integers(name, [int(part) if part else None for part in parts])
+        except ValueError:
+            return value
+    return of_value(name, _number(value) if value.lower() not in WORDS else WORDS[value.lower()])
+
+
+def _number(value: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            pass
+    return value
+
+
+def of_value(name: str, value: Any) -> Any:
+    """A number as the argument takes it: 0 and 1 are False and True where the argument is one of these."""
+    return bool(value) if name in TRUTHS and value in (0, 1) and not isinstance(value, float) else value
+
+
+def of_integers(name: str, values: list[Any]) -> tuple[Any, ...]:
+    """A list of numbers as the argument takes it."""
+    return tuple(map(bool, values)) if name in TRUTH_LISTS and set(values) <= {0, 1} else tuple(values)
+
+
+def set_array(options: dict[str, Any], name: str, described: Described | None) -> None:
+    """Set an array, whose memory stays the caller's.  Raises ArgumentError if it is none."""
+    if described is None:
+        raise ArgumentError(f"{name} is NULL; it must be an array")
+    array_of(name, described)
+    options[name] = GivenArray(described)
+
+
+def get(number: int, name: str, default: Any) -> Any:
+    """The value of an option; the default where it is not set, and of the handle 0."""
+    return OPTIONS[number].get(name, default) if number else default
+
+
+def refuse_twice(given: dict[str, Any], options: dict[str, Any]) -> None:
+    """Raise ArgumentError if an argument of a function is among its options too."""
+    twice = next((name for name in given if name in options), None)
+    if twice:
+        raise ArgumentError(f"{twice} is an argument of the function; it must not be among its options too")
+
+
+def of_call(number: int, on_gpu: bool) -> dict[str, Any]:
+    """A call's options by name; none of the handle 0."""
+    if not number:
+        return {}
+    return {
+        name: array_of(name, value.described, on_gpu) if isinstance(value, GivenArray) else value
+        for name, value in OPTIONS[number].items()
+    }
+
+
+def of_making(given: dict[str, Any], comm: MPI.Intracomm, needed: tuple[str, ...]) -> dict[str, Any]:
+    """The arguments of a new plan or cache: masks and layouts in place of their texts.  Raises ArgumentError.
+
+    needed: names of arguments that have no default.
+    """
+    options = {
+        name: np.array(array_of(name, value.described)) if isinstance(value, GivenArray) else value
+        for name, value in given.items()
+    }
+    grid, dims = options.pop("grid", None), options.pop("dims", None)
+    if grid is None and dims is not None:
+        raise ArgumentError(f"dims is {dims!r}, given without grid, whose blocks it would number")
+    if grid is not None:
+        options["layout"] = _of_grid(grid, dims, comm, options)
+        options.setdefault("seqlen", prod(grid))
+    if isinstance(options.get("mask"), str):
+        options["mask"] = parse(options["mask"], grid)
+    missing = [name for name in needed if name not in options]
+    if missing:
+        also = ", or grid" if "seqlen" in missing else ""
+        raise ArgumentError(f"{' and '.join(missing)} {'are' if missing[1:] else 'is'} missing in the options{also}")
+    return options
+
+
+def _of_grid(grid: Any, dims: Any, comm: MPI.Intracomm, options: dict[str, Any]) -> Layout:
+    """The layout of blocks of a grid."""
+    for name, value in ("grid", grid), ("dims", dims):
+        if value is not None and not isinstance(value, tuple):
+            raise ArgumentError(f"{name} is {value!r}; it must be lengths, such as 64x128")
+    if "layout" in options:
+        raise ArgumentError(f"layout is {options['layout']!r}; with grid ranks hold the blocks of the grid")
+    if dims is None and not hasattr(comm, "Get_topo"):
+        raise ArgumentError(
+            "dims is missing: grid is given, and the communicator is not Cartesian; it must be the number of ranks "
+            "along each axis, such as 2x3"
+        )
+    if dims is not None and prod(dims) != comm.size:
+        raise ArgumentError(f"dims is {'x'.join(map(str, dims))}, {prod(dims)} ranks; there are {comm.size}")
+    return Layout.grid(grid, comm if dims is None else dims)
