@@ -63,7 +63,7 @@ def build(prefix: str | os.PathLike[str], cc: str | None = None, fc: str | None 
             made = {at.library: _shared_library(compiler, work)}
             if fortran_compiler:
                 made |= _fortran(fortran_compiler, work, at)
-            for name in ("mpiattn.h", "mpiattn.f90"):
+            for name in ("mpiattn.h", "mpiattn.f90", *(path.name for path in SOURCE.glob("*.inc"))):
                 made[at.include / name] = SOURCE / name
             for path, text in _descriptions(at).items():
                 made[path] = work / path.name
@@ -139,7 +139,7 @@ def _fortran(compiler: list[str], work: Path, at: Installed) -> dict[Path, Path]
     source = str(SOURCE / "mpiattn.f90")
     _run([*compiler, "-O2", "-fPIC", *module_folder, "-c", source, "-o", str(compiled)], "the Fortran module")
     _run(["ar", "rcs", str(archive), str(compiled)], "the Fortran module's archive")
-    return {at.fortran_library: archive, at.include / "mpiattn.mod": work / "mpiattn.mod"}
+    return {at.fortran_library: archive} | {at.include / path.name: path for path in work.glob("*.mod")}
 
 
 def _descriptions(at: Installed) -> dict[Path, str]:
