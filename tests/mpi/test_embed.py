@@ -1,0 +1,372 @@
+"""What C programs call, called on ranks of Python, so that results can be compared with those of Python's interface."""
+
+import ctypes
+import random
+import sys
+import threading
+
+import embedded
+import numpy as np
+import pytest
+from embedded import Handle, described
+
+import mpiattn
+from mpiattn import Layout, masks
+
+pytestmark = embedded.needed
+NONE = Handle(0)
+ARGUMENT, HANDLE, CALL, PEER, OF_MPI, FILE, VERIFY = range(1, 8)
+
+
+@pytest.fixture(scope="module")
+def c(comm):
+    """The library, built by one rank."""
+    path = comm.bcast(str(embedded.installed().library) if comm.rank == 0 else None)
+    return embedded.Library(path)
+
+
+def arrays_of(plan, seed, dtype="float32"):
+    """(q, k, v, dout) of this rank, drawn."""
+    p, rng = plan.problem, np.random.default_rng(seed)
+    tokens, tokens_k = len(plan.positions), len(plan.positions_k)
+    shapes = (tokens, p.heads, p.head_dim), (tokens_k, p.kv_heads, p.head_dim), (tokens_k, p.kv_heads, p.value_dim)
+    return [rng.standard_normal((p.batch, *shape)).astype(dtype) for shape in (*shapes, (tokens, p.heads, p.value_dim))]
+
+
+def both(c, comm, text, **options):
+    """A plan of C and the same plan of Python."""
+    return c.new("plan_create_text", comm.py2f(), text), mpiattn.MeshAttention(comm, timeout=60, **options)
+
+
+@pytest.mark.parametrize(
+    "text, options, dtype",
+    [
+        ("seqlen=37, heads=4, kv_heads=2, head_dim=8, causal=1", {"kv_heads": 2, "causal": True}, "float32"),
+        ("seqlen=37, heads=4, head_dim=8, batch=2, window=5,", {"batch": 2, "window": (5, None)}, "float32"),
+        ("seqlen=37, heads=4, head_dim=8, dtype=bfloat16, layout=zigzag", {"layout": "zigzag"}, "bfloat16"),
+        ("seqlen=37, heads=4, head_dim=8, dtype=float64, value_dim=6, scale=0.5", {"value_dim": 6, "scale": 0.5}, None),
+        ("seqlen=37, heads=4, head_dim=8, shared_kv=true, value_dim=6", {"shared_kv": True, "value_dim": 6}, "float32"),
+    ],
+)
+def test_the_numbers_of_python(c, comm, text, options, dtype):
+    """Forward, backward and verify; every result is written where the program has memory for it."""
+    dtype = dtype or "float64"
+    if dtype != "float32":
+        options = options | {"dtype": dtype}
+    handle, plan = both(c, comm, f"{text}, timeout=60", seqlen=37, heads=4, head_dim=8, **options)
+    q, k, v, dout = arrays_of(plan, comm.rank, plan.problem.dtype)
+    v = None if plan.problem.shared_kv else v
+    out, lse = plan.forward(q, k, v)
+    grads = plan.backward(dout, q, k, v, out, lse)
+    got = [np.empty_like(out), np.empty_like(lse)]
+    c.ok("forward", handle, q, k, v, *got, NONE)
+    given = [*got, *[None if grad is None else np.empty_like(grad) for grad in grads]]
+    c.ok("backward", handle, dout, q, k, v, *given, NONE)
+    for here, there in zip(given, [out, lse, *grads], strict=True):
+        assert (here is None) == (there is None) and (here is None or np.array_equal(here, there))
+    worst = ctypes.c_double(-1)
+    c.ok("verify", handle, q, k, v, *got, NONE, ctypes.byref(worst))
+    assert 0 <= worst.value < 1
+    got[0] += 1 if comm.rank == 0 else 0
+    assert c.fails("verify", handle, q, k, v, *got, NONE, None)[0] == VERIFY
+    c.ok("plan_free", ctypes.byref(handle))
+    assert handle.number == 0
+    plan.close()
+
+
+def test_a_grid_on_a_cartesian_communicator(c, comm):
+    cart = comm.Create_cart(comm_dims(comm), periods=(False, True), reorder=True)
+    mask = "neighborhood 3x5 cyclic=1"
+    options = {"seqlen": 7 * 9, "heads": 2, "head_dim": 8, "layout": Layout.grid((7, 9), cart)}
+    handle = c.new("plan_create_text", cart.py2f(), f"grid=7x9, heads=2, head_dim=8, mask={mask}, timeout=60")
+    plan = mpiattn.MeshAttention(cart, mask=masks.parse(mask, (7, 9)), timeout=60, **options)
+    dims = "x".join(map(str, cart.dims))
+    other = c.new("plan_create_text", comm.py2f(), f"grid=7x9, dims={dims}, heads=2, head_dim=8, timeout=60")
+    assert text_of(c, handle, "layout") == text_of(c, other, "layout") == "grid"
+    tokens = c.integer("plan_integer", handle, "tokens")
+    assert np.array_equal(c.integers("plan_positions", tokens, handle, 0), plan.positions)
+    q, k, v, _ = arrays_of(plan, comm.rank)
+    out, lse = plan.forward(q, k, v)
+    got = np.empty_like(out)
+    c.ok("forward", handle, q, k, v, got, None, NONE)
+    assert np.array_equal(got, out)
+    for each in (handle, other):
+        c.ok("plan_free", ctypes.byref(each))
+    plan.close()
+    cart.Free()
+
+
+def comm_dims(comm):
+    return (1, comm.size) if comm.size in (2, 3) else (comm.size // 2 or 1, min(comm.size, 2))
+
+
+def text_of(c, plan, name, size=500):
+    text = ctypes.create_string_buffer(size)
+    c.ok("plan_text", plan, name, text, ctypes.c_size_t(size))
+    return text.value.decode()
+
+
+def options_of(c, **values):
+    """Options of C: arrays, lists, numbers and texts, each by its own function."""
+    options = c.new("options_create", "")
+    for name, value in values.items():
+        if isinstance(value, np.ndarray):
+            c.ok("options_set_array", options, name, value)
+        elif isinstance(value, list):
+            numbers = np.array(value, np.int64)
+            memory = ctypes.c_void_p(numbers.ctypes.data)
+            c.ok("options_set_integers", options, name, ctypes.c_int64(len(value)), memory)
+        elif isinstance(value, float):
+            c.ok("options_set_real", options, name, value)
+        elif isinstance(value, int):
+            c.ok("options_set_integer", options, name, ctypes.c_int64(value))
+        else:
+            c.ok("options_set_text", options, name, value)
+    return options
+
+
+def test_options_of_calls(c, comm):
+    """Documents, sinks, biases and dropout, with memory for all gradients, and memory with strides."""
+    options = {"seqlen": 30, "heads": 4, "head_dim": 8, "key_bias": True}
+    making = options_of(c, **options, timeout=60.0)
+    handle, plan = c.new("plan_create", comm.py2f(), making), mpiattn.MeshAttention(comm, timeout=60, **options)
+    q, k, v, dout = arrays_of(plan, comm.rank)
+    rng, same = np.random.default_rng(comm.rank), np.random.default_rng(1)
+    rows, columns = map(len, plan.bias_positions)
+    tile = rng.standard_normal((1, plan.bias_heads.stop or 4, rows, columns)).astype("f")
+    tile = tile[:, : len(range(4)[plan.bias_heads])]
+    key_bias = rng.standard_normal((4, len(plan.positions_k))).astype("f")
+    sinks, slopes, table = (same.standard_normal(n).astype("f") for n in (4, 4, (1, 5)))
+    biases = {"bias": tile, "key_bias": key_bias, "alibi_slopes": slopes, "relative_bias": table, "sinks": sinks}
+    drop = {"cu_seqlens": [0, 11, 30], "dropout": 0.25, "seed": 7}
+    out, lse = plan.forward(q, k, v, **biases, **drop)
+    dq, dk, dv, dsinks, *of_biases = plan.backward(dout, q, k, v, out, lse, **biases, **drop)
+    wide = np.zeros((*out.shape[:3], 11), "f")  # whose first 8 elements are out
+    got = [wide[..., :8], np.empty_like(lse)]
+    call = options_of(c, **biases, **drop)
+    c.ok("forward", handle, q, k, v, *got, call)
+    assert np.array_equal(got[0], out) and np.array_equal(got[1], lse) and not wide[..., 8:].any()
+    names = ["dsinks", "dbias", "dkey_bias", "dalibi_slopes", "drelative_bias"]
+    grads = {name: np.empty_like(of) for name, of in zip(names, [dsinks, *of_biases], strict=True)}
+    for name, memory in grads.items():
+        c.ok("options_set_array", call, name, memory)
+    memory = [np.empty_like(of) for of in (dq, dk, dv)]
+    c.ok("backward", handle, dout, q, k, v, out, lse, *memory, call)
+    for here, there in zip([*memory, *grads.values()], [dq, dk, dv, dsinks, *of_biases], strict=True):
+        assert np.array_equal(here, there)
+    c.ok("options_unset", call, "dbias")
+    c.ok("options_unset", call, "dsinks")
+    grads["dkey_bias"][:] = 0
+    c.ok("backward", handle, dout, q, k, v, out, lse, *memory, call)
+    assert np.array_equal(grads["dkey_bias"], of_biases[1])
+    for options in (making, call):
+        c.ok("options_free", ctypes.byref(options))
+    c.ok("plan_free", ctypes.byref(handle))
+    plan.close()
+
+
+def test_distribution(c, comm):
+    """Scatter and gather of tokens and of biases, positions, numbers and texts of a plan, and a plan of other lengths."""
+    handle, plan = both(c, comm, "seqlen=23, heads=2, head_dim=4, timeout=60", seqlen=23, heads=2, head_dim=4)
+    whole, root = np.arange(23 * 3, dtype=np.int32).reshape(23, 3), comm.size - 1
+    chunk = np.empty((len(plan.positions), 3), np.int32)
+    c.ok("scatter", handle, whole if comm.rank == root else None, chunk, root, 0, 0)
+    assert np.array_equal(chunk, whole[plan.positions])
+    back = np.zeros_like(whole)
+    c.ok("gather", handle, chunk, back if comm.rank == root else None, root, 0, 0)
+    assert np.array_equal(back, whole * (comm.rank == root))
+    c.ok("gather", handle, chunk, back, -1, 0, 1)
+    assert np.array_equal(back, whole)
+    rows, columns = (
+        c.integers("plan_bias_positions", c.integer("plan_integer", handle, name), handle, i)
+        for i, name in enumerate(["bias_rows", "bias_columns"])
+    )
+    bias = np.random.default_rng(0).standard_normal((1, 1, 23, 23))
+    tile = np.empty((1, 1, len(rows), len(columns)))
+    c.ok("scatter_bias", handle, bias if comm.rank == 0 else None, tile, 0)
+    assert np.array_equal(tile, bias[:, :, rows[:, None], columns])
+    again, shared = np.empty_like(bias), options_of(c, bias_shared="batch,heads")
+    c.ok("gather_bias", handle, tile, again if comm.rank == 0 else None, 0, shared)
+    assert comm.rank or np.array_equal(again, bias)
+    assert c.integer("plan_integer", handle, "nbytes") == plan.nbytes
+    assert text_of(c, handle, "tile") == str(plan.tile) and text_of(c, handle, "description") == repr(plan)
+    longer = c.new("plan_like", handle, ctypes.c_int64(40), ctypes.c_int64(41))
+    assert [c.integer("plan_integer", longer, name) for name in ("seqlen", "seqlen_k")] == [40, 41]
+    taken = options_of(c, seqlen=40, seqlen_k=41, heads=2, head_dim=4, timeout=60)
+    c.ok("options_set_layout", taken, "layout", longer, 0)
+    assert "layout" in c.fails("plan_create", comm.py2f(), taken, ctypes.byref(Handle()))[1]  # of 40 keys, not of 41
+    for each in (handle, longer):
+        c.ok("plan_free", ctypes.byref(each))
+    plan.close()
+
+
+def test_decoding(c, comm, tmp_path_factory):
+    handle, plan = both(c, comm, "seqlen=20, heads=2, head_dim=4, timeout=60", seqlen=20, heads=2, head_dim=4)
+    cache = c.new("cache_create_text", comm.py2f(), "capacity=64, kv_heads=2, head_dim=4, page_size=4, timeout=60")
+    own = mpiattn.KVCache(comm, capacity=64, kv_heads=2, head_dim=4, page_size=4, timeout=60)
+    _, k, v, _ = arrays_of(plan, comm.rank)
+    new = np.random.default_rng(0).standard_normal((3, 1, 2, 2, 4)).astype("f")
+    placed = c.new("options_create", None)
+    c.ok("options_set_layout", placed, "layout", handle, 1)
+    c.ok("cache_append", cache, k, v, placed)
+    c.ok("cache_append", cache, new[0], new[1], NONE)
+    own.append(k, v, layout=plan.k_layout)
+    own.append(new[0], new[1])
+    out, lse = mpiattn.tree_decode(new[2], own, window=(9, None))
+    got = np.empty_like(out), np.empty_like(lse)
+    c.ok("tree_decode", cache, new[2], *got, options_of(c, window="9,"))
+    assert np.array_equal(got[0], out) and np.array_equal(got[1], lse)
+    c.ok("tree_decode", cache, new[2], None, None, options_of(c, algorithm="butterfly", root=comm.size - 1))
+    assert c.integers("cache_lengths", 1, cache, 0).tolist() == [22] == list(own.lengths)
+    (held,) = c.integers("cache_lengths", 1, cache, 1)
+    assert np.array_equal(c.integers("cache_positions", held, cache, ctypes.c_int64(0)), own.positions(0))
+    c.ok("cache_truncate", cache, ctypes.c_int64(1), ctypes.byref(ctypes.c_int64(13)), options_of(c, sequences="0,"))
+    assert c.integer("cache_integer", cache, "free_pages") and c.integer("cache_integer", cache, "sent_messages") >= 0
+    path = comm.bcast(str(tmp_path_factory.mktemp("caches") / "c.h5") if comm.rank == 0 else None)
+    c.ok("cache_save", cache, path)
+    loaded = c.new("cache_load", comm.py2f(), path, options_of(c, timeout=60))
+    assert c.integers("cache_lengths", 1, loaded, 0).tolist() == [13]
+    status, text = c.fails("cache_load", comm.py2f(), f"{path}.none", NONE, ctypes.byref(Handle()))
+    assert status == FILE and "c.h5.none" in text
+    for each in (cache, loaded):
+        c.ok("cache_free", ctypes.byref(each))
+    c.ok("plan_free", ctypes.byref(handle))
+    plan.close(), own.close()
+
+
+WRONG = {  # what one rank passes for q: its error on all ranks
+    "NULL": (lambda q: None, "q is NULL"),
+    "shape": (lambda q: q[:, :, :1], "q has shape"),
+    "dtype": (lambda q: q.astype("d"), "q has dtype float64"),
+    "unknown dtype": (lambda q: changed(q, dtype=77), "q has dtype 77; it must be one of 1 (float16)"),
+    "axes": (lambda q: changed(q, axes=9), "q has 9 axes; it must have 0 to 8"),
+    "negative length": (lambda q: changed(q, shape=(1, -5, 2, 8)), "q has shape (1, -5, 2, 8); lengths must be"),
+    "negative stride": (lambda q: changed(q, strides=(1, -5, 2, 8)), "q has strides (1, -5, 2, 8)"),
+    "no memory": (lambda q: changed(q, data=None), "and NULL for its data"),
+    "overflow": (lambda q: changed(q, shape=(2**40, 2**40, 2, 8)), "more than memory can have"),
+}
+
+
+def changed(q, **fields):
+    """A description of q with other fields."""
+    of = described(q)._obj
+    for name, value in fields.items():
+        setattr(of, name, (ctypes.c_int64 * 8)(*value) if isinstance(value, tuple) else value)
+    return ctypes.byref(of)
+
+
+def test_wrong_arguments_of_a_rank_are_errors_of_all(c, comm):
+    handle = c.new("plan_create_text", comm.py2f(), "seqlen=24, heads=2, head_dim=8, timeout=60")
+    plan = mpiattn.MeshAttention(comm, seqlen=24, heads=2, head_dim=8, timeout=60)
+    q, k, v, _ = arrays_of(plan, comm.rank)
+    out, wrong_rank = np.empty_like(q), random.Random(5).randrange(comm.size)
+    for change, says in WRONG.values():
+        given = change(q) if comm.rank == wrong_rank else q
+        status, text = c.fails("forward", handle, given, k, v, out, None, NONE)
+        assert status == ARGUMENT and says in text and comm.allgather(text) == [text] * comm.size
+    twice = options_of(c, out=out)
+    assert "out is an argument of the function" in c.fails("forward", handle, q, k, v, out, None, twice)[1]
+    status, text = c.fails("forward", handle, q, k, v, out, None, options_of(c, dropuot=0.5))
+    assert status == ARGUMENT and "dropuot is not an argument" in text
+    status, text = c.fails("backward", handle, q, q, k, v, q, q, out, out, out, options_of(c, dsinks=out))
+    assert "dsinks is given without sinks" in text
+    c.ok("forward", handle, q, k, v, out, None, NONE)
+    for text, says in [
+        ("seqlen=24, heads=2", "head_dim is missing in the options"),
+        ("heads=2", "seqlen and head_dim are missing in the options, or grid"),
+        ("tile, seqlen=24, heads=2, head_dim=8", "'tile' in it is not name=value"),
+        ("seqlen=24, heads=2, head_dim=8, tile", "head_dim is '8, tile'"),
+        ("seqlen=24, heads=2, heads=3, head_dim=8", "heads is in it twice"),
+        ("seqlen=24, heads=2, head_dim=8, grid=4x6", "dims is missing: grid is given"),
+        ("seqlen=24, heads=2, head_dim=8, dims=2x3", "given without grid"),
+        ("seqlen=24, heads=2, head_dim=8, softmax_scale=2", "it is called scale here"),
+        ("seqlen=24, heads=2, head_dim=8, mask=neighbourhood 3", "neighborhood"),
+        ("seqlen=24, heads=2, head_dim=8, causal=2", "causal is 2"),
+    ]:
+        good = "seqlen=24, heads=2, head_dim=8, timeout=60"
+        given = text if comm.rank == wrong_rank else good
+        status, says_all = c.fails("plan_create_text", comm.py2f(), given, ctypes.byref(Handle()))
+        assert status == ARGUMENT and says in says_all and comm.allgather(says_all) == [says_all] * comm.size
+    assert "plan is NULL" in c.fails("plan_create_text", comm.py2f(), "seqlen=24, heads=2, head_dim=8", None)[1]
+    c.ok("plan_free", ctypes.byref(handle))
+    plan.close()
+
+
+def test_handles(c, comm):
+    """What names nothing is an error of its rank, and freed numbers stay so."""
+    plan = c.new("plan_create_text", comm.py2f(), "seqlen=24, heads=2, head_dim=8, timeout=60")
+    options, copy = c.new("options_create", "causal=1"), Handle(plan.number)
+    value = ctypes.byref(ctypes.c_int64())
+    assert c.fails("plan_integer", plan, "tokenss", value)[0] == ARGUMENT
+    assert c.fails("plan_integer", plan, None, value)[0] == ARGUMENT
+    assert c.fails("plan_integer", plan, "tokens", None) == (
+        ARGUMENT,
+        "value is NULL, or its number is negative; it must be memory for int64 numbers",
+    )
+    assert "size is 2" in c.fails("plan_text", plan, "layout", ctypes.create_string_buffer(2), ctypes.c_size_t(2))[1]
+    assert "count is 3" in c.fails("plan_positions", plan, 0, ctypes.c_int64(3), (ctypes.c_int64 * 3)())[1]
+    c.ok("plan_free", ctypes.byref(plan))
+    for wrong, says in [
+        (NONE, "that of no plan"),
+        (copy, "that of a plan that was freed"),
+        (options, "options"),
+        (Handle(-3), "not a handle that mpiattn has given"),
+    ]:
+        status, text = c.fails("forward", wrong, None, None, None, None, None, NONE)
+        assert status == HANDLE and says in text
+    assert c.fails("plan_free", ctypes.byref(copy))[0] == HANDLE
+    assert c.fails("plan_free", None)[0] == ARGUMENT and c.fails("options_set_text", options, "a b", "x")[0] == ARGUMENT
+    c.ok("options_free", ctypes.byref(options))
+    assert c.fails("options_set_real", options, "scale", 1.0)[0] == HANDLE
+    for handle in (comm.py2f() + 12345678, -1):
+        status, text = c.fails("plan_create_text", handle, "seqlen=24, heads=2, head_dim=8", ctypes.byref(Handle()))
+        assert status in (ARGUMENT, OF_MPI) and "comm is" in text
+    assert c.version().decode() == mpiattn.__version__
+
+
+def test_output_threads_and_errors_inside(c, comm, capfd):
+    """Python's text goes to the program's function; calls inside a call are refused; any exception is a status."""
+    parts, inside = [], []
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p)
+    def output(text, is_error, context):
+        parts.append((text.decode(), is_error, context))
+        if not inside:
+            inside.append(c.start())
+            thread = threading.Thread(target=lambda: inside.append(c.fails("start")))
+            thread.start()
+            thread.join()
+
+    before = sys.stdout, sys.stderr
+    plan = c.new("plan_create_text", comm.py2f(), "seqlen=8, heads=1, head_dim=4, timeout=60")
+    n = c.integer("plan_integer", plan, "tokens")
+    q = np.ones((1, n, 1, 4), "f")
+    out = np.empty_like(q)
+    c.ok("set_output", output, ctypes.c_void_p(5))
+    try:
+        assert sys.stdout is not before[0]
+        print("a line", end="")
+        print("a warning", file=sys.stderr)
+    finally:
+        c.ok("set_output", None, None)
+    assert (sys.stdout, sys.stderr) == before
+    assert "".join(text for text, is_error, context in parts if not is_error and context == 5) == "a line"
+    assert "".join(text for text, is_error, _ in parts if is_error) == "a warning\n"
+    status, text = c.fails("forward", plan, q, q, q, out, None, options_of(c, progress=3))
+    assert status == 10 and text.startswith("TypeError: 'int' object is not callable (in ")
+    c.plan_free(ctypes.byref(plan))
+
+
+def test_the_memory_is_the_programs(c, comm):
+    """What Python computes with lies where the program's arrays lie."""
+    from mpiattn.embed import arrays
+
+    array = np.arange(24, dtype="f").reshape(1, 3, 2, 4)
+    of = described(array)._obj
+    view = (ctypes.c_char * array.nbytes).from_address(of.data)
+    given = arrays.Described(memoryview(view).cast("B"), of.data, of.dtype, 4, array.shape, ())
+    assert arrays.array_of("q", given).ctypes.data == array.ctypes.data
+    strided = arrays.Described(memoryview(view).cast("B"), of.data, of.dtype, 2, (3, 2), (8, 4))
+    taken = arrays.array_of("q", strided)
+    taken[...] = -1
+    assert taken.ctypes.data == array.ctypes.data and (array[0, :, :, 0] == -1).all() and (array > 0).sum() == 18
