@@ -359,6 +359,36 @@ contains
     call mpiattn_plan_free(plan, status)
   end subroutine
 
+  ! A Cartesian communicator whose dims are in the order of a field, (px, py).
+  subroutine field_plan()
+    type(MPI_Comm) :: cart, by_y_and_x
+    type(mpiattn_plan) :: plan
+    integer, parameter :: nx = 9, ny = 7
+    integer :: dims(2), coords(2), rank, px, py, x0, y0, x, y, status
+    integer(int64), allocatable :: positions(:)
+    character(100) :: text
+    dims = 0
+    call MPI_Dims_create(ranks, 2, dims)
+    px = dims(1)
+    py = dims(2)
+    call MPI_Cart_create(MPI_COMM_WORLD, 2, dims, [.false., .false.], .false., cart)
+    call MPI_Comm_rank(cart, rank)
+    call MPI_Cart_coords(cart, rank, 2, coords)
+    call MPI_Comm_split(cart, 0, coords(2) * px + coords(1), by_y_and_x)
+    write (text, '(4(a, i0), a)') 'grid=', ny, 'x', nx, ', dims=', py, 'x', px, ', heads=2, head_dim=8'
+    call mpiattn_plan_create(by_y_and_x%MPI_VAL, text, plan, status)
+    call done(status, 'plan_create on another communicator')
+    call mpiattn_plan_positions(plan, positions, status=status)
+    x0 = coords(1) * (nx / px) + min(coords(1), mod(nx, px))
+    y0 = coords(2) * (ny / py) + min(coords(2), mod(ny, py))
+    call check(all(positions == [((int(x + nx * y, int64), &
+      x=x0, x0 + nx / px + merge(1, 0, coords(1) < mod(nx, px)) - 1), &
+      y=y0, y0 + ny / py + merge(1, 0, coords(2) < mod(ny, py)) - 1)]), 'the blocks are others')
+    call mpiattn_plan_free(plan, status)
+    call MPI_Comm_free(by_y_and_x)
+    call MPI_Comm_free(cart)
+  end subroutine
+
   subroutine caches(folder)
     character(*), intent(in) :: folder
     type(mpiattn_cache) :: cache, loaded
@@ -438,6 +468,7 @@ program fortran_calls
   call masked_plan()
   call double_plan()
   call half_plan()
+  call field_plan()
   call caches(trim(folder))
   close (unit)
   call MPI_Finalize()

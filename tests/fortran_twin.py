@@ -1,7 +1,7 @@
 """What Fortran programs have written, computed again from the same inputs, on as many ranks: the same bits.
 
-    mpiexec -n 4 python -m mpi4py tests/fortran_twin.py FOLDER calls          # FOLDER/calls.RANK, of fortran_calls.f90
-    mpiexec -n 3 python -m mpi4py tests/fortran_twin.py FOLDER ocean 1x3      # FOLDER/ocean.RANK, in blocks of 1x3 ranks
+mpiexec -n 4 python -m mpi4py tests/fortran_twin.py FOLDER calls          # FOLDER/calls.RANK, of fortran_calls.f90
+mpiexec -n 3 python -m mpi4py tests/fortran_twin.py FOLDER ocean 1x3      # FOLDER/ocean.RANK, in blocks of 1x3 ranks
 """
 
 import sys

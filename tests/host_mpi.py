@@ -1,7 +1,7 @@
 """MPIs of the machine that programs in C and Fortran are built with, beside the one that the interpreter has.
 
-They are those of Debian, which has both, by names such as mpifort.mpich.  mpi4py must be a wheel that takes the MPI that
-it finds in the process (4.1 or newer).
+They are those of Debian, which has both, by names such as mpifort.mpich.  mpi4py must be a wheel that goes by the MPI
+that it finds in the process (4.1 or newer).
 """
 
 import os

@@ -4,32 +4,26 @@ import re
 import shutil
 import sys
 
+import embedded
 import host_mpi
 import launch
 import pytest
 
-from mpiattn.embed import build
 from mpiattn.embed.build import SOURCE
 
 pytestmark = [
+    embedded.needed,
     pytest.mark.workshop,
     pytest.mark.skipif(not launch.DOCS.is_dir(), reason="takes the docs of a checkout"),
     pytest.mark.skipif(shutil.which("gfortran") is None, reason="there is no gfortran"),
 ]
 STRICT = "-std=f2008 -Wall -Wextra -pedantic -Werror".split()
+PAGE = launch.DOCS / "fortran.md"
 OCEAN = launch.DOCS / "callers" / "ocean.f90"
 
 
 @pytest.fixture(scope="module")
-def prefix(tmp_path_factory):
-    """The library, its Fortran module and what describes them."""
-    folder = tmp_path_factory.mktemp("prefix")
-    build.build(folder, fc="gfortran")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def program(prefix, tmp_path_factory):
+def program(tmp_path_factory):
     """A function of (MPI, source) that compiles a program and has its path."""
     made = {}
 
@@ -37,8 +31,9 @@ def program(prefix, tmp_path_factory):
         host_mpi.require(family, "mpifort")
         if (family, source) not in made:
             path = tmp_path_factory.mktemp(family) / source.stem
-            at = build.Installed(prefix)
-            words = [f"mpifort.{family}", *STRICT, "-g", "-O1", "-fcheck=all", source, "-o", path]
+            at = embedded.installed()
+            how = ["-O2"] if source == OCEAN else ["-g", "-fcheck=all"]
+            words = [f"mpifort.{family}", *STRICT, *how, source, "-o", path]
             host_mpi.compiled([*words, *at.compiler_flags(), *at.linker_flags(fortran=True)], path.parent)
             made[family, source] = path
         return made[family, source]
@@ -68,12 +63,12 @@ def test_the_module_has_all_functions_of_the_header():
     assert len(module) > 15 and module == header
 
 
-@pytest.mark.draw(1, slow=3)
+@pytest.mark.draw(1, slow=4)
 @pytest.mark.parametrize(
     "family, ranks",
     [
         *((family, ranks) for family in host_mpi.FAMILIES for ranks in (1, 2)),
-        *(pytest.param(family, 3, marks=pytest.mark.slow) for family in host_mpi.FAMILIES),
+        *(pytest.param(family, n, marks=pytest.mark.slow) for family in host_mpi.FAMILIES for n in (3, 4)),
     ],
 )
 def test_every_procedure(program, tmp_path, family, ranks):
@@ -109,10 +104,34 @@ def test_the_ocean_says_what_is_wrong(program, tmp_path):
     assert outcome.returncode and "rank 0: " in outcome.stderr and "/nowhere/python" in outcome.stderr
 
 
-def test_the_page_has_the_example():
-    page = (launch.DOCS / "fortran.md").read_text()
-    assert "```{literalinclude} callers/ocean.f90" in page
-    assert OCEAN.read_text().count("\n") < 300
+def code_of(name):
+    return re.search(rf"<!-- test: {name} -->\n```fortran\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
+
+
+@pytest.mark.draw(1)
+@pytest.mark.parametrize("family", host_mpi.FAMILIES)
+def test_the_first_program_of_the_page(program, tmp_path, family):
+    source = tmp_path / "first.f90"
+    source.write_text(code_of("first"))
+    host_mpi.mpirun(family, 2, [program(family, source)], tmp_path)
+
+
+def test_the_page():
+    """It has the example, all calls with their arguments, and lines that another test runs."""
+    text, module = PAGE.read_text(), "".join(path.read_text() for path in SOURCE.glob("mpiattn*.[fi]*"))
+    assert "```{literalinclude} callers/ocean.f90\n" in text
+    lines = [line.split(" !")[0].strip() for line in code_of("order").splitlines()]
+    ran = (launch.TESTS / "fortran_calls.f90").read_text()
+    assert len(lines) == 4 and not [line for line in lines if line not in ran]
+    public = set(re.findall(r"^  public :: (.*)$", module, re.M))
+    names = {name for line in public for name in line.split(", ") if name.startswith("mpiattn_")}
+    rows = text.split("## All calls")[1].split("##")[0]
+    for name in names - {"mpiattn_plan", "mpiattn_cache", "mpiattn_options", "mpiattn_array", "mpiattn_output"}:
+        assert name in ("mpiattn_array_of", "mpiattn_permuted", "mpiattn_measured") or f"`{name}" in rows, name
+    for name, arguments in re.findall(r"^\| `(mpiattn_\w+)\(([^)]*)\)", rows, re.M):
+        short = name.removeprefix("mpiattn_")
+        declared = re.findall(rf"subroutine (?:mpiattn_)?{short}\((.*)\)", module)
+        assert declared and set(declared) == {re.sub(r"[\[\]]", "", arguments)}, name
 
 
 CMAKE = """
@@ -127,10 +146,10 @@ target_link_libraries(ocean PRIVATE mpiattn::fortran MPI::MPI_Fortran)
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="there is no cmake")
-def test_cmake_compiles_the_module(prefix, tmp_path):
+def test_cmake_compiles_the_module(tmp_path):
     host_mpi.require("mpich", "mpifort")
     (tmp_path / "CMakeLists.txt").write_text(CMAKE.format(OCEAN))
-    options = [f"-DCMAKE_PREFIX_PATH={prefix}", "-DMPI_Fortran_COMPILER=mpifort.mpich"]
+    options = [f"-DCMAKE_PREFIX_PATH={embedded.installed().prefix}", "-DMPI_Fortran_COMPILER=mpifort.mpich"]
     host_mpi.compiled(["cmake", "-S", tmp_path, "-B", tmp_path / "made", *options])
     host_mpi.compiled(["cmake", "--build", tmp_path / "made"])
     printed = host_mpi.mpirun("mpich", 1, [tmp_path / "made" / "ocean", tmp_path], tmp_path).stdout
@@ -139,9 +158,10 @@ def test_cmake_compiles_the_module(prefix, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("pkg-config") is None, reason="there is no pkg-config")
-def test_pkg_config_links_the_module(prefix, tmp_path):
+def test_pkg_config_links_the_module(tmp_path):
     host_mpi.require("openmpi", "mpifort")
-    asked = ["env", f"PKG_CONFIG_PATH={prefix}/lib/pkgconfig", "pkg-config", "--cflags", "--libs", "mpiattn-fortran"]
+    path = f"PKG_CONFIG_PATH={embedded.installed().pkgconfig}"
+    asked = ["env", path, "pkg-config", "--cflags", "--libs", "mpiattn-fortran"]
     host_mpi.compiled(["mpifort.openmpi", OCEAN, "-o", tmp_path / "ocean", *host_mpi.compiled(asked).split()], tmp_path)
     printed = host_mpi.mpirun("openmpi", 1, [tmp_path / "ocean", tmp_path], tmp_path).stdout
     assert "step 30: loss" in printed
