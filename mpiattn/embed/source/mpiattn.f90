@@ -121,4 +121,5 @@ module mpiattn
   use mpiattn_real64
   implicit none
   public
+  private :: mpiattn_measured
 end module
