@@ -91,6 +91,7 @@ contains
     type(mpiattn_options) :: options, of_call
     type(mpiattn_plan) :: plan, other
     integer, target, save :: heard = 0
+    type(mpiattn_array) :: array
     integer :: status, n
     integer(int64) :: value
     integer(int64), allocatable :: positions(:), keys(:), rows(:), columns(:)
@@ -226,6 +227,8 @@ contains
     allocate (wide(10, 5, 2 * n, 3), other_way(n, 8, 4, 2), out2(12, 4, n, 3))
     wide = -1e9
     wide(2:9, 2:5, 2::2, 2:3) = q
+    array = mpiattn_array_of(wide(2:9, 2:5, 2::2, 2:3))
+    call check(c_associated(array%data, c_loc(wide(2, 2, 2, 2))) .and. array%strides(4) == 1, 'a section is copied')
     out2 = -5
     call mpiattn_forward(plan, wide(2:9, 2:5, 2::2, 2:3), k, v, out2(1::2, :, :, ::2), options=of_call, status=status)
     call done(status, 'forward of sections')

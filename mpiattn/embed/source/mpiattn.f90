@@ -92,7 +92,6 @@ module mpiattn_base
   end interface
 
   integer, parameter :: LONGEST = 65536  ! bytes of a text of a plan
-  real(real64), target, save :: nowhere = 0  ! the address of arrays without elements, which have none
 
 contains
 
