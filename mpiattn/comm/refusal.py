@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..arguments.keywords import learn, unknown
-from ..errors import KeywordError
+from ..errors import ArgumentError, KeywordError
 from .agreement import agreement
 from .mesh import Home
 from .peers import time_limit
@@ -52,7 +52,7 @@ def of_call(method: str, owner: Callable[..., Any] = lambda self, *args, **how: 
     method: as its `call` names it.  owner(*arguments, **keywords): the plan or cache; None if the call lacks it.
     """
 
-    def refuse(error: KeywordError, *args: Any, check: bool = True, **how: Any) -> None:
+    def refuse(error: ArgumentError, *args: Any, check: bool = True, **how: Any) -> None:
         called = owner(*args, **how)
         if called is None:
             raise error
@@ -62,7 +62,7 @@ def of_call(method: str, owner: Callable[..., Any] = lambda self, *args, **how: 
     return refuse
 
 
-def of_making(error: KeywordError, made: Any, comm: Any = None, *args: Any, timeout: Any = None, **how: Any) -> None:
+def of_making(error: ArgumentError, made: Any, comm: Any = None, *args: Any, timeout: Any = None, **how: Any) -> None:
     """A `refuse` for `__init__` of a plan or a cache."""
     if comm is None:
         raise error

@@ -85,7 +85,7 @@ def _command(text: str, option: str, optional: bool = False) -> list[str]:
         return words
     if optional:
         return []
-    raise BuildError(f"there is no program {words[0] if words else text!r}; {option} names a compiler")
+    raise BuildError(f"there is no program {words[0] if words else text}; {option} names a compiler")
 
 
 def _run(command: list[str], what: str) -> None:

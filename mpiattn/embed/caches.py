@@ -121,7 +121,10 @@ def tree_decode(number: int, q: Given, out: Given, lse: Given, of: int) -> None:
     with shared_errors(cache, "tree_decode", check):
         on_gpu = number in CACHES.on_gpu
         queries = arrays.needed("q", q, on_gpu)
-        memory = {"out": arrays.optional("out", out, on_gpu), "lse": arrays.optional("lse", lse, on_gpu)}
+        memory: dict[str, Any] = {
+            "out": arrays.optional("out", out, on_gpu),
+            "lse": arrays.optional("lse", lse, on_gpu),
+        }
         named = options.of_call(of, on_gpu)
         options.refuse_twice(memory, named)
     decode(queries, cache, **memory, **named)

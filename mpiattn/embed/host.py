@@ -101,6 +101,22 @@ def returning_errors(*comms: MPI.Comm) -> Iterator[None]:
                 handler.Free()
 
 
+# MPICH and its relatives have the kind of an object and where it lies in its handle; 0x44000000 is MPI_COMM_WORLD.
+# Intel MPI trusts it, and would read memory that is not there.
+MPICH_WORLD, KIND, PLACE, BUILT_IN = 0x44000000, 0x3C000000, 0xC0000000, 0x40000000
+
+
+def _may_be_communicator(handle: int) -> bool:
+    """Whether a number looks like a handle of a communicator, where that can be told."""
+    from mpi4py import MPI
+
+    if MPI.COMM_WORLD.py2f() != MPICH_WORLD:
+        return True
+    if not handle & PLACE or handle & PLACE == BUILT_IN:
+        return handle in (MPI.COMM_WORLD.py2f(), MPI.COMM_SELF.py2f(), MPI.COMM_NULL.py2f())
+    return handle & KIND == MPICH_WORLD & KIND
+
+
 @contextmanager
 def communicator(handle: int) -> Iterator[Any]:
     """The communicator of an integer handle.  In the block its errors become exceptions, as they do in its duplicate.
@@ -111,6 +127,8 @@ def communicator(handle: int) -> Iterator[Any]:
 
     with returning_errors(MPI.COMM_WORLD, MPI.COMM_SELF):  # which MPI asks about handles that are none
         try:
+            if not _may_be_communicator(handle):
+                raise MPI.Exception(MPI.ERR_COMM)
             comm = MPI.Comm.f2py(handle)
             if comm != MPI.COMM_NULL:
                 comm.Get_size()
@@ -134,7 +152,8 @@ class Stream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Hand text on.  Zeros in it would end it for C."""
-        self._write(text.replace("\0", ""), self._is_error)
+        if text:
+            self._write(text.replace("\0", ""), self._is_error)
         return len(text)
 
     def writable(self) -> bool:
@@ -150,11 +169,15 @@ class Output:
 
     def __init__(self, write: Callable[[str, int], object]) -> None:
         self._streams = Stream(write, False), Stream(write, True)
-        self._before = sys.stdout, sys.stderr
-        for stream in self._before:  # the interpreter never ends, so that nothing else would flush them
+        self._before: tuple[Any, Any] | None = None
+        for stream in (sys.stdout, sys.stderr):  # the interpreter never ends, so that nothing else would flush them
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(line_buffering=True)
 
     def choose(self, of_host: bool) -> None:
-        """Take the host program's function, or the process's streams."""
-        sys.stdout, sys.stderr = self._streams if of_host else self._before
+        """Take the host program's function, or again the streams that there were before."""
+        if of_host and self._before is None:
+            self._before = sys.stdout, sys.stderr
+            sys.stdout, sys.stderr = self._streams
+        elif not of_host and self._before is not None:
+            (sys.stdout, sys.stderr), self._before = self._before, None

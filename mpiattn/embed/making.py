@@ -67,7 +67,7 @@ class Maker:
             made = (load or self.kind)(of_host, **arguments)
         word[0] = self.add(made)
 
-    def add(self, made: Collective) -> int:
+    def add(self, made: Any) -> int:
         """The number of a new object."""
         return self.handles.add(made, backends.find(made.backend).on_gpu)
 

@@ -131,7 +131,7 @@ def of_making(given: dict[str, Any], comm: MPI.Intracomm, needed: tuple[str, ...
 
     needed: names of arguments that have no default.
     """
-    options = {
+    options: dict[str, Any] = {
         name: np.array(array_of(name, value.described)) if isinstance(value, GivenArray) else value
         for name, value in given.items()
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,44 +69,42 @@ def plan_free(number: int) -> None:
     _maker.free(number)
 
 
-INTEGERS = {
+OF_PROBLEM = "seqlen", "seqlen_k", "batch", "heads", "kv_heads", "head_dim", "value_dim"
+INTEGERS: dict[str, Callable[[Any], int]] = {
+    **{name: attrgetter(f"problem.{name}") for name in OF_PROBLEM},
     "tokens": lambda plan: plan.q_layout.length(plan.chunk),
     "tokens_k": lambda plan: plan.k_layout.length(plan.chunk),
-    **{
-        name: lambda plan, name=name: getattr(plan.problem, name)
-        for name in ("seqlen", "seqlen_k", "batch", "heads", "kv_heads", "head_dim", "value_dim")
-    },
-    "chunk": lambda plan: plan.chunk,
+    "chunk": attrgetter("chunk"),
     "bias_rows": lambda plan: len(plan.bias_positions[0]),
     "bias_columns": lambda plan: len(plan.bias_positions[1]),
     "bias_first_sequence": lambda plan: plan.bias_sequences.start or 0,
     "bias_sequences": lambda plan: len(range(plan.problem.batch)[plan.bias_sequences]),
     "bias_first_head": lambda plan: plan.bias_heads.start or 0,
     "bias_heads": lambda plan: len(range(plan.problem.heads)[plan.bias_heads]),
-    "nbytes": lambda plan: plan.nbytes,
+    "nbytes": attrgetter("nbytes"),
     "sent_bytes": lambda plan: plan.sent[0],
     "sent_messages": lambda plan: plan.sent[1],
 }
-TEXTS = {
+TEXTS: dict[str, Callable[[Any], str]] = {
     "tile": lambda plan: str(plan.tile),
-    "layout": lambda plan: plan.q_layout.kind,
-    "layout_k": lambda plan: plan.k_layout.kind,
-    "mesh_layout": lambda plan: plan.mesh_layout,
-    "schedule": lambda plan: plan.schedule.name,
-    "route": lambda plan: plan.route,
-    "backend": lambda plan: plan.backend,
+    "layout": attrgetter("q_layout.kind"),
+    "layout_k": attrgetter("k_layout.kind"),
+    "mesh_layout": attrgetter("mesh_layout"),
+    "schedule": attrgetter("schedule.name"),
+    "route": attrgetter("route"),
+    "backend": attrgetter("backend"),
     "dtype": lambda plan: dtype_name(plan.problem.dtype),
     "description": repr,
 }
 
 
-def plan_integer(number: int, name: str | None, value: memoryview | None) -> None:
+def plan_integer(number: int, name: str, value: memoryview | None) -> None:
     """Write a number of a plan."""
     one_of("name", name, tuple(INTEGERS))
     arrays.numbers("value", value)[0] = INTEGERS[name](PLANS[number])
 
 
-def plan_text(number: int, name: str | None, memory: memoryview | None) -> None:
+def plan_text(number: int, name: str, memory: memoryview | None) -> None:
     """Write a text of a plan."""
     one_of("name", name, tuple(TEXTS))
     arrays.write_text(TEXTS[name](PLANS[number]), memory)
