@@ -72,7 +72,7 @@ def test_the_module_has_all_functions_of_the_header():
     ],
 )
 def test_every_procedure(program, tmp_path, family, ranks):
-    calls = program(family, launch.TESTS / "fortran_calls.f90")
+    calls = program(family, launch.TESTS / "embed" / "fortran_calls.f90")
     # a file of machines that cannot be read, of which Python warns
     (tmp_path / "mpiattn").mkdir()
     (tmp_path / "mpiattn" / "machines.json").write_text("{")
@@ -121,7 +121,7 @@ def test_the_page():
     text, module = PAGE.read_text(), "".join(path.read_text() for path in SOURCE.glob("mpiattn*.[fi]*"))
     assert "```{literalinclude} callers/ocean.f90\n" in text
     lines = [line.split(" !")[0].strip() for line in code_of("order").splitlines()]
-    ran = (launch.TESTS / "fortran_calls.f90").read_text()
+    ran = (launch.TESTS / "embed" / "fortran_calls.f90").read_text()
     assert len(lines) == 4 and not [line for line in lines if line not in ran]
     public = set(re.findall(r"^  public :: (.*)$", module, re.M))
     names = {name for line in public for name in line.split(", ") if name.startswith("mpiattn_")}
