@@ -1,7 +1,8 @@
 ! Tracers of an ocean model that are carried and mixed, and attention of every point of the grid to those around it.
 !
-!     mpifort mpiattn.f90 ocean.f90 -o ocean -lmpiattn       (docs/fortran.md says where these are)
-!     mpiexec -n 6 ./ocean FOLDER
+!     mpiattn-config --build
+!     mpifort ocean.f90 $(mpiattn-config --fflags --fortran-libs) -o ocean
+!     mpiexec -n 7 ./ocean FOLDER
 !
 ! The program is a finite-difference code as there are many.  The last rank, if there are several, writes the log.  The
 ! others have a communicator of their own, Cartesian, on which each holds a block with a border of ghost points.  What
@@ -177,20 +178,22 @@ contains
     integer, intent(out) :: status
     type(block) :: b
     type(mpiattn_plan) :: plan
-    character(200) :: text
+    character(1000) :: text
     character(:), allocatable :: tile
     integer :: n, freed
     integer(int64) :: tokens
     real(real64) :: loss, sensitivity
     call make_block(comm, b)
-    write (text, '(a, i0, a, i0, a, i0, a, i0, a)') 'grid=', GRID_Y, 'x', GRID_X, ', heads=', HEADS, ', head_dim=', DIM, &
+    write (text, '(4(a, i0), a)') 'grid=', GRID_Y, 'x', GRID_X, ', heads=', HEADS, ', head_dim=', DIM, &
       ', mask=neighborhood 5x7 cyclic=1, direction=both, timeout=60'
     call mpiattn_plan_create(b%cart%MPI_VAL, text, plan, status)
-    if (status == MPIATTN_OK) call mpiattn_plan_integer(plan, 'tokens', tokens, status)
-    if (status == MPIATTN_OK .and. tokens /= b%nx * b%ny) error stop 'mpiattn divides the grid in another way'
-    if (status == MPIATTN_OK) call mpiattn_plan_text(plan, 'tile', tile, status)
-    if (status == MPIATTN_OK .and. b%rank == 0) print '(a, i0, a, i0, 3a)', 'blocks ', b%dims(1), 'x', b%dims(2), &
-      ', tile ', tile, ', mpiattn ' // mpiattn_version()
+    if (status == MPIATTN_OK) then
+      call mpiattn_plan_integer(plan, 'tokens', tokens, status)
+      if (tokens /= b%nx * b%ny) error stop 'mpiattn divides the grid in another way'
+      call mpiattn_plan_text(plan, 'tile', tile, status)
+      if (b%rank == 0) print '(a, i0, a, i0, 4a)', 'blocks ', b%dims(1), 'x', b%dims(2), ', tile ', tile, &
+        ', mpiattn ', mpiattn_version()
+    end if
     do n = 1, STEPS
       if (status /= MPIATTN_OK) exit
       call step(b)

@@ -242,6 +242,9 @@ contains
     call check(all(abs(out2(7:, :, :, :2) - out) <= 0), 'another order gives other numbers')
 
     ! What is refused leaves the plan as it is.
+    call mpiattn_forward(plan, mpiattn_permuted(mpiattn_array_of(q), [2, 3, 3, 4]), mpiattn_array_of(k), &
+      mpiattn_array_of(v), mpiattn_array_of(out), status=status)
+    call refused(status, MPIATTN_ERR_ARGUMENT, 'axes')
     call mpiattn_forward(plan, q(:, :3, :, :), k, v, out, lse, of_call, status)
     call refused(status, MPIATTN_ERR_ARGUMENT, 'q ')
     if (n > 1) then

@@ -52,7 +52,7 @@ module mpiattn_base
   end interface
 
   ! mpiattn_array_of(x): a variable x of reals, of rank 1 to 5, which must have the attribute target.
-  ! mpiattn_array_of(address, dtype, lengths, strides): any memory, such as c_loc(x) of 16-bit numbers, or that of a GPU.
+  ! mpiattn_array_of(address, dtype, lengths, strides): any memory, such as c_loc(x) of 16-bit numbers, or a GPU's.
   interface mpiattn_array_of
     module procedure array_at
   end interface
