@@ -217,3 +217,28 @@ def test_cmake(tmp_path):
     for command in (["-S", tmp_path, "-B", built, *options], ["--build", built]):
         subprocess.run(["cmake", *command], check=True, timeout=launch.patience(60), stdout=subprocess.DEVNULL)
     assert "step 6" in launch.mpirun(1, [built / "tracers"]).stdout
+
+
+def test_the_code_of_the_page(tmp_path):
+    """The first program of the page compiles as it stands there, and runs; so do the lines about options."""
+    blocks = re.findall(r"```c\n(.*?)```", (launch.DOCS / "callers.md").read_text(), re.DOTALL)
+    source = tmp_path / "page.c"
+    source.write_text(blocks[0])
+    outcome = launch.mpirun(2, [compiled(tmp_path, source, options=["-Wno-sign-conversion"])])
+    assert outcome.stdout.count("status 0 \n") == 2
+    lines = "\n".join(blocks[1].splitlines())
+    source.write_text(
+        f"#include \"mpiattn.h\"\nvoid f(mpiattn_plan plan, mpiattn_array q, mpiattn_array k, mpiattn_array v,\n"
+        f"mpiattn_array out, mpiattn_array lse, mpiattn_array tile);\nvoid f(mpiattn_plan plan, mpiattn_array q,\n"
+        f"mpiattn_array k, mpiattn_array v, mpiattn_array out, mpiattn_array lse, mpiattn_array tile) {{\n{lines}\n}}\n"
+    )
+    command = [
+        compiler("mpicc"),
+        *WARNINGS,
+        "-c",
+        source,
+        "-o",
+        tmp_path / "x.o",
+        *embedded.installed().compiler_flags(),
+    ]
+    subprocess.run([*map(str, command)], check=True, timeout=launch.patience(60))

@@ -26,13 +26,13 @@ typedef struct {
     MPI_Datatype column;
 } block;
 
-static void part(int points, int parts, int number, int *first, int *count) {
+static void part(int points, int parts, int number, int* first, int* count) {
     const int size = points / parts, extra = points % parts; /* the first blocks have one point more */
     *first = number * size + (number < extra ? number : extra);
     *count = size + (number < extra);
 }
 
-static void make_block(MPI_Comm computing, block *b) {
+static void make_block(MPI_Comm computing, block* b) {
     int dims[2] = {0, 0}, coords[2], size;
     const int periods[2] = {0, 1}; /* longitude has no end */
     MPI_Comm_size(computing, &size);
@@ -49,15 +49,17 @@ static void make_block(MPI_Comm computing, block *b) {
 }
 
 /* A point of a field with its halo, counted from the block's first point. */
-static float *at(const block *b, float *field, int y, int x) {
+static float* at(const block* b, float* field, int y, int x) {
     return field + (size_t)(y + 1) * (size_t)(b->nx + 2) + (size_t)(x + 1);
 }
 
-static void exchange_halo(const block *b, float *f) {
+static void exchange_halo(const block* b, float* f) {
     const int nx = b->nx, ny = b->ny, row = nx + 2;
     for (int x = -1; x <= nx; x++) { /* at the poles the field goes on as it is */
-        if (b->south == MPI_PROC_NULL) *at(b, f, -1, x) = *at(b, f, 0, x);
-        if (b->north == MPI_PROC_NULL) *at(b, f, ny, x) = *at(b, f, ny - 1, x);
+        if (b->south == MPI_PROC_NULL)
+            *at(b, f, -1, x) = *at(b, f, 0, x);
+        if (b->north == MPI_PROC_NULL)
+            *at(b, f, ny, x) = *at(b, f, ny - 1, x);
     }
     MPI_Sendrecv(at(b, f, ny - 1, -1), row, MPI_FLOAT, b->north, 0, at(b, f, -1, -1), row, MPI_FLOAT, b->south, 0,
                  b->cart, MPI_STATUS_IGNORE);
@@ -69,7 +71,7 @@ static void exchange_halo(const block *b, float *f) {
                  MPI_STATUS_IGNORE);
 }
 
-static void diffuse(const block *b, float *f, float *before) {
+static void diffuse(const block* b, float* f, float* before) {
     exchange_halo(b, f);
     memcpy(before, f, sizeof(float) * (size_t)(b->ny + 2) * (size_t)(b->nx + 2));
     for (int y = 0; y < b->ny; y++)
@@ -84,40 +86,45 @@ static float weight(int of, int h, int e, int tracer) {
 }
 
 /* The rows of the block's points in C order, (1, ny * nx, HEADS, HEAD_DIM), of all tracers. */
-static void project(const block *b, float *tracers[TRACERS], int of, float *rows) {
+static void project(const block* b, float* tracers[TRACERS], int of, float* rows) {
     for (int y = 0; y < b->ny; y++)
         for (int x = 0; x < b->nx; x++)
             for (int h = 0; h < HEADS; h++)
                 for (int e = 0; e < HEAD_DIM; e++, rows++) {
                     *rows = 0;
-                    for (int t = 0; t < TRACERS; t++) *rows += weight(of, h, e, t) * *at(b, tracers[t], y, x);
+                    for (int t = 0; t < TRACERS; t++)
+                        *rows += weight(of, h, e, t) * *at(b, tracers[t], y, x);
                 }
 }
 
-static void mix(const block *b, float *tracers[TRACERS], const float *out) {
+static void mix(const block* b, float* tracers[TRACERS], const float* out) {
     for (int y = 0; y < b->ny; y++)
         for (int x = 0; x < b->nx; x++, out += HEADS * HEAD_DIM)
-            for (int t = 0; t < TRACERS; t++) *at(b, tracers[t], y, x) += 0.05f * out[t];
+            for (int t = 0; t < TRACERS; t++)
+                *at(b, tracers[t], y, x) += 0.05f * out[t];
 }
 
 /* The same status comes back on all ranks of the communicator, so that they leave together. */
-static void check(int status, const block *b) {
-    if (status == MPIATTN_OK) return;
-    if (b->rank == 0) fprintf(stderr, "attention: %s\n", mpiattn_last_error());
+static void check(int status, const block* b) {
+    if (status == MPIATTN_OK)
+        return;
+    if (b->rank == 0)
+        fprintf(stderr, "attention: %s\n", mpiattn_last_error());
     MPI_Abort(MPI_COMM_WORLD, 1);
 }
 
-static float *floats(size_t count) {
-    float *made = (float *)calloc(count ? count : 1, sizeof(float));
-    if (!made) MPI_Abort(MPI_COMM_WORLD, 1);
+static float* floats(size_t count) {
+    float* made = (float*)calloc(count ? count : 1, sizeof(float));
+    if (!made)
+        MPI_Abort(MPI_COMM_WORLD, 1);
     return made;
 }
 
 /* Runs the model on the computing ranks; the sum of the first tracer after every step goes to the last rank. */
-static void run(MPI_Comm computing, int writer, const char *folder) {
+static void run(MPI_Comm computing, int writer, const char* folder) {
     block b;
     make_block(computing, &b);
-    float *tracers[TRACERS];
+    float* tracers[TRACERS];
     const size_t with_halo = (size_t)(b.ny + 2) * (size_t)(b.nx + 2);
     for (int t = 0; t < TRACERS; t++) {
         tracers[t] = floats(with_halo);
@@ -141,13 +148,14 @@ static void run(MPI_Comm computing, int writer, const char *folder) {
     check(mpiattn_options_free(&options), &b);
     char description[512];
     check(mpiattn_plan_text(plan, "description", description, sizeof description), &b);
-    if (b.rank == 0) puts(description);
+    if (b.rank == 0)
+        puts(description);
 
     /* This program's arrays: q, k, v, out, dout, dq, dk, dv and lse. */
     enum { Q, K, V, OUT, DOUT, DQ, DK, DV, LSE, ARRAYS };
     const int64_t points = (int64_t)b.ny * b.nx;
     const size_t elements = (size_t)points * HEADS * HEAD_DIM;
-    float *data[ARRAYS];
+    float* data[ARRAYS];
     mpiattn_array arrays[ARRAYS];
     for (int i = 0; i < LSE; i++) {
         data[i] = floats(elements);
@@ -156,47 +164,55 @@ static void run(MPI_Comm computing, int writer, const char *folder) {
     data[LSE] = floats((size_t)points * HEADS);
     arrays[LSE] = mpiattn_array_3d(data[LSE], MPIATTN_FLOAT32, 1, HEADS, points);
 
-    float *before = floats(with_halo);
+    float* before = floats(with_halo);
     for (int step = 1; step <= STEPS; step++) {
-        for (int t = 0; t < TRACERS; t++) diffuse(&b, tracers[t], before);
+        for (int t = 0; t < TRACERS; t++)
+            diffuse(&b, tracers[t], before);
         if (step % EVERY == 0) {
-            for (int of = Q; of <= V; of++) project(&b, tracers, of, data[of]);
-            check(mpiattn_forward(
-                      plan, &arrays[Q], &arrays[K], &arrays[V], &arrays[OUT], &arrays[LSE], MPIATTN_NO_OPTIONS), &b);
+            for (int of = Q; of <= V; of++)
+                project(&b, tracers, of, data[of]);
+            check(mpiattn_forward(plan, &arrays[Q], &arrays[K], &arrays[V], &arrays[OUT], &arrays[LSE],
+                                  MPIATTN_NO_OPTIONS),
+                  &b);
             mix(&b, tracers, data[OUT]);
         }
         double sum = 0;
         for (int y = 0; y < b.ny; y++)
-            for (int x = 0; x < b.nx; x++) sum += *at(&b, tracers[0], y, x);
+            for (int x = 0; x < b.nx; x++)
+                sum += *at(&b, tracers[0], y, x);
         double total;
         MPI_Reduce(&sum, &total, 1, MPI_DOUBLE, MPI_SUM, 0, b.cart);
-        if (b.rank == 0) MPI_Send(&total, 1, MPI_DOUBLE, writer, step, MPI_COMM_WORLD);
+        if (b.rank == 0)
+            MPI_Send(&total, 1, MPI_DOUBLE, writer, step, MPI_COMM_WORLD);
     }
 
     /* The adjoint of the last mixing, of the loss sum(out^2) / 2, whose gradient is out. */
     memcpy(data[DOUT], data[OUT], elements * sizeof(float));
-    check(mpiattn_backward(
-              plan, &arrays[DOUT], &arrays[Q], &arrays[K], &arrays[V], &arrays[OUT], &arrays[LSE], &arrays[DQ],
-              &arrays[DK], &arrays[DV], MPIATTN_NO_OPTIONS), &b);
+    check(mpiattn_backward(plan, &arrays[DOUT], &arrays[Q], &arrays[K], &arrays[V], &arrays[OUT], &arrays[LSE],
+                           &arrays[DQ], &arrays[DK], &arrays[DV], MPIATTN_NO_OPTIONS),
+          &b);
 
     if (folder) {
         char path[1024];
         snprintf(path, sizeof path, "%s/%d", folder, b.rank);
-        FILE *file = fopen(path, "wb");
-        if (!file) MPI_Abort(MPI_COMM_WORLD, 1);
+        FILE* file = fopen(path, "wb");
+        if (!file)
+            MPI_Abort(MPI_COMM_WORLD, 1);
         for (int i = 0; i < ARRAYS; i++)
             fwrite(data[i], sizeof(float), i == LSE ? (size_t)points * HEADS : elements, file);
         fclose(file);
     }
     check(mpiattn_plan_free(&plan), &b);
-    for (int i = 0; i < ARRAYS; i++) free(data[i]);
-    for (int t = 0; t < TRACERS; t++) free(tracers[t]);
+    for (int i = 0; i < ARRAYS; i++)
+        free(data[i]);
+    for (int t = 0; t < TRACERS; t++)
+        free(tracers[t]);
     free(before);
     MPI_Type_free(&b.column);
     MPI_Comm_free(&b.cart);
 }
 
-int main(int argc, char **argv) {
+int main(int argc, char** argv) {
     int rank, size;
     MPI_Comm computing;
     MPI_Init(&argc, &argv);
@@ -208,12 +224,14 @@ int main(int argc, char **argv) {
     MPI_Request requests[STEPS + 1];
     for (int step = 1; writes && step <= STEPS; step++)
         MPI_Irecv(&totals[step], 1, MPI_DOUBLE, MPI_ANY_SOURCE, step, MPI_COMM_WORLD, &requests[step]);
-    if (computes) run(computing, size - 1, argc > 1 ? argv[1] : NULL);
+    if (computes)
+        run(computing, size - 1, argc > 1 ? argv[1] : NULL);
     for (int step = 1; writes && step <= STEPS; step++) {
         MPI_Wait(&requests[step], MPI_STATUS_IGNORE);
         printf("step %d: the sum of the first tracer is %.6f\n", step, totals[step]);
     }
-    if (computes) MPI_Comm_free(&computing);
+    if (computes)
+        MPI_Comm_free(&computing);
     MPI_Finalize();
     return 0;
 }

@@ -8,11 +8,12 @@
 
 static int rank;
 
-static void says(const char *what, int status) {
-    if (rank == 0) printf("%s: %d %s\n", what, status, status ? mpiattn_last_error() : "");
+static void says(const char* what, int status) {
+    if (rank == 0)
+        printf("%s: %d %s\n", what, status, status ? mpiattn_last_error() : "");
 }
 
-int main(int argc, char **argv) {
+int main(int argc, char** argv) {
     mpiattn_plan plan = {0}, copy, other = {0};
     mpiattn_options options = MPIATTN_NO_OPTIONS;
     says("before MPI_Init", mpiattn_start());
@@ -24,12 +25,12 @@ int main(int argc, char **argv) {
         MPI_Finalize();
         return 0;
     }
-    const char *text = "seqlen=24, heads=2, head_dim=8, timeout=60";
+    const char* text = "seqlen=24, heads=2, head_dim=8, timeout=60";
     says("plan", mpiattn_plan_create_text(world, text, &plan));
     int64_t tokens = 0;
     says("tokens", mpiattn_plan_integer(plan, "tokens", &tokens));
     const size_t count = (size_t)tokens * 16;
-    float *memory = (float *)calloc(count * 4 + 1, sizeof(float));
+    float* memory = (float*)calloc(count * 4 + 1, sizeof(float));
     mpiattn_array q = mpiattn_array_4d(memory, MPIATTN_FLOAT32, 1, tokens, 2, 8), wrong = q;
     mpiattn_array k = mpiattn_array_4d(memory + count, MPIATTN_FLOAT32, 1, tokens, 2, 8);
     mpiattn_array v = mpiattn_array_4d(memory + 2 * count, MPIATTN_FLOAT32, 1, tokens, 2, 8);

@@ -1,0 +1,90 @@
+"""Options of C programs as text, and memory on a GPU; what takes no ranks."""
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mpiattn import ArgumentError
+from mpiattn.embed import arrays, options
+from mpiattn.embed.handles import Handles
+from mpiattn.embed.status import describe
+
+
+@pytest.mark.parametrize(
+    "text, values",
+    [
+        (None, {}),
+        ("  ", {}),
+        ("tile=2x2, causal=1, timeout=60", {"tile": "2x2", "causal": True, "timeout": 60}),
+        ("causal = false,overlap=0 , batch=1", {"causal": False, "overlap": False, "batch": 1}),
+        ("window=128,0, scale=0.5", {"window": (128, 0), "scale": 0.5}),
+        ("window=,7,softcap=none", {"window": (None, 7), "softcap": None}),
+        ("window=128,", {"window": (128, None)}),
+        ("sequences=3,, check=1", {"sequences": (3,), "check": True}),
+        ("layout=10,0,9", {"layout": (10, 0, 9)}),
+        ("mask=neighborhood 7x9 cyclic=0,1 | global 4, grid=20x31", None),
+        ("mask=sphere 0.1 rows=20,24,28, heads=2", {"mask": "sphere 0.1 rows=20,24,28", "heads": 2}),
+        ("timeout=inf, max_memory=1.5G", {"timeout": float("inf"), "max_memory": "1.5G"}),
+        ("relative_grid=4,6, relative_cyclic=0,1", {"relative_grid": (4, 6), "relative_cyclic": (False, True)}),
+        ("bias_shared=batch,heads, bias_gradients=key_bias", None),
+        ("bias_gradients=0", {"bias_gradients": False}),
+        ("dims=2x3", {"dims": (2, 3)}),
+    ],
+)
+def test_text_as_values(text, values):
+    wanted = {
+        "mask=neighborhood 7x9 cyclic=0,1 | global 4, grid=20x31": {
+            "mask": "neighborhood 7x9 cyclic=0,1 | global 4",
+            "grid": (20, 31),
+        },
+        "bias_shared=batch,heads, bias_gradients=key_bias": {
+            "bias_shared": ("batch", "heads"),
+            "bias_gradients": ("key_bias",),
+        },
+    }.get(text, values)
+    found = options.of_text(text)
+    assert found == wanted and [type(value) for value in found.values()] == [type(value) for value in wanted.values()]
+
+
+@pytest.mark.parametrize("text", ["causal", "=1", "a b=1", "tile=2x2, tile=2x2"])
+def test_text_that_is_no_options(text):
+    with pytest.raises(ArgumentError, match="options is"):
+        options.of_text(text)
+
+
+def test_memory_on_a_gpu_is_taken_where_it_lies(monkeypatch):
+    """What CUDA says about the address decides: managed and device memory become CuPy's arrays, the host's NumPy's."""
+    kinds, made = {}, []
+    cuda = SimpleNamespace(
+        runtime=SimpleNamespace(pointerGetAttributes=lambda address: SimpleNamespace(type=kinds[address])),
+        UnownedMemory=lambda *of: of,
+        MemoryPointer=lambda memory, offset: (memory, offset),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, ndarray=lambda *of: made.append(of) or "gpu"))
+    host = np.zeros(24, "f")
+    of = arrays.Described(memoryview(host).cast("B"), host.ctypes.data, 3, 2, (3, 2), (8, 4))
+    for kind in (2, 3):
+        kinds[host.ctypes.data] = kind
+        assert arrays.array_of("q", of, on_gpu=True) == "gpu"
+        assert made.pop() == ((3, 2), np.dtype("f"), ((host.ctypes.data, 96, None), 0), [32, 16])
+    kinds[host.ctypes.data] = 1
+    assert arrays.array_of("q", of, on_gpu=True).ctypes.data == host.ctypes.data and not made
+    kinds[host.ctypes.data] = 2  # freed by the host, and had from the GPU: the array of before does not count
+    assert arrays.array_of("q", of, on_gpu=True) == "gpu"
+
+
+def test_errors_in_words():
+    with pytest.raises(Exception, match="a cache"):
+        plans, caches = Handles("plan"), Handles("cache")
+        plans[caches.add(object())]
+    assert describe(MemoryError()) == (8, "not enough memory")
+    try:
+        {}["x"]
+    except KeyError as error:
+        assert (
+            describe(error)[0] == 10
+            and "KeyError: 'x' (in test_errors_in_words, test_embed_values.py:" in describe(error)[1]
+        )
+    assert describe(SystemExit(3))[0] == 10
