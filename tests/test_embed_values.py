@@ -31,6 +31,7 @@ from mpiattn.embed.status import describe
         ("bias_shared=batch,heads, bias_gradients=key_bias", None),
         ("bias_gradients=0", {"bias_gradients": False}),
         ("dims=2x3", {"dims": (2, 3)}),
+        ("grid=20x7, sizes=12,8xeven, heads=2", {"grid": (20, 7), "sizes": ((12, 8), None), "heads": 2}),
     ],
 )
 def test_text_as_values(text, values):
@@ -48,9 +49,9 @@ def test_text_as_values(text, values):
     assert found == wanted and [type(value) for value in found.values()] == [type(value) for value in wanted.values()]
 
 
-@pytest.mark.parametrize("text", ["causal", "=1", "a b=1", "tile=2x2, tile=2x2"])
+@pytest.mark.parametrize("text", ["causal", "=1", "a b=1", "tile=2x2, tile=2x2", "sizes=1,x2"])
 def test_text_that_is_no_options(text):
-    with pytest.raises(ArgumentError, match="options is"):
+    with pytest.raises(ArgumentError, match=r"(options|sizes) is"):
         options.of_text(text)
 
 

@@ -64,6 +64,8 @@ def of_word(name: str, value: str) -> Any:
     """The value that a text means: a number, True, False, None, a tuple of numbers, or the text itself."""
     if name in NAME_LISTS and value.lower() not in ("0", "1", *WORDS):
         return tuple(part.strip() for part in value.split(",") if part.strip())
+    if name == "sizes":
+        return tuple(_sizes(value, axis) for axis in value.split("x"))
     if name in ("grid", "dims") and re.fullmatch(r"\d+(x\d+)*", value):
         return tuple(map(int, value.split("x")))
     if "," in value and re.fullmatch(r"[\s\d,+-]*", value):
@@ -75,6 +77,16 @@ def of_word(name: str, value: str) -> Any:
         except ValueError:
             return value
     return of_value(name, _number(value) if value.lower() not in WORDS else WORDS[value.lower()])
+
+
+def _sizes(value: str, axis: str) -> tuple[int, ...] | None:
+    """The lengths of the blocks along an axis; None for the even split.  Raises ArgumentError."""
+    try:
+        return None if axis.strip() == "even" else tuple(map(int, axis.split(",")))
+    except ValueError:
+        raise ArgumentError(
+            f"sizes is {value!r}; it must be the lengths of blocks along each axis, or even, such as 12,8xeven"
+        ) from None
 
 
 def _number(value: str) -> int | float | str:
@@ -135,11 +147,12 @@ def of_making(given: dict[str, Any], comm: MPI.Intracomm, needed: tuple[str, ...
         name: np.array(array_of(name, value.described)) if isinstance(value, GivenArray) else value
         for name, value in given.items()
     }
-    grid, dims = options.pop("grid", None), options.pop("dims", None)
-    if grid is None and dims is not None:
-        raise ArgumentError(f"dims is {dims!r}, given without grid, whose blocks it would number")
+    grid, dims, sizes = (options.pop(name, None) for name in ("grid", "dims", "sizes"))
+    for name, value in ("dims", dims), ("sizes", sizes):
+        if grid is None and value is not None:
+            raise ArgumentError(f"{name} is {value!r}, given without grid, whose blocks it would describe")
     if grid is not None:
-        options["layout"] = _of_grid(grid, dims, comm, options)
+        options["layout"] = _of_grid(grid, dims, sizes, comm, options)
         options.setdefault("seqlen", prod(grid))
     if isinstance(options.get("mask"), str):
         options["mask"] = parse(options["mask"], grid)
@@ -150,7 +163,7 @@ def of_making(given: dict[str, Any], comm: MPI.Intracomm, needed: tuple[str, ...
     return options
 
 
-def _of_grid(grid: Any, dims: Any, comm: MPI.Intracomm, options: dict[str, Any]) -> Layout:
+def _of_grid(grid: Any, dims: Any, sizes: Any, comm: MPI.Intracomm, options: dict[str, Any]) -> Layout:
     """The layout of blocks of a grid."""
     for name, value in ("grid", grid), ("dims", dims):
         if value is not None and not isinstance(value, tuple):
@@ -164,4 +177,4 @@ def _of_grid(grid: Any, dims: Any, comm: MPI.Intracomm, options: dict[str, Any])
         )
     if dims is not None and prod(dims) != comm.size:
         raise ArgumentError(f"dims is {'x'.join(map(str, dims))}, {prod(dims)} ranks; there are {comm.size}")
-    return Layout.grid(grid, comm if dims is None else dims)
+    return Layout.grid(grid, comm if dims is None else dims, sizes)

@@ -162,13 +162,17 @@ class _Call:
         return results
 
 
-def forward(number: int, q: Given, k: Given, v: Given, out: Given, lse: Given, of: int) -> None:
-    """`MeshAttention.forward`."""
-    _Call("forward", number, of, {"q": q, "k": k, "v": v}, {"out": out, "lse": lse}).run()
-
-
 # Gradients that Python returns and a program has memory for among its options, in their order.
 RETURNED = {"dsinks": "sinks"} | {f"d{name}": name for name in WITH_GRADIENTS if name != "bias"}
+OF_BACKWARD = ("dlse", "dbias", "bias_gradients", "bias_shared", *RETURNED)
+
+
+def forward(number: int, q: Given, k: Given, v: Given, out: Given, lse: Given, of: int) -> None:
+    """`MeshAttention.forward`.  Options of the backward pass alone are left aside: one set serves both passes."""
+    call = _Call("forward", number, of, {"q": q, "k": k, "v": v}, {"out": out, "lse": lse})
+    for name in OF_BACKWARD if call.options else ():
+        call.options.pop(name, None)
+    call.run()
 
 
 def backward(

@@ -242,8 +242,8 @@ class MeshAttention(Lifetime):
         key_bias : array, (tokens_k,), (heads, tokens_k) or (batch, heads, tokens_k), default None
             Added to the scores of each of this rank's keys (`positions_k`), in lse's dtype; in plans with key_bias.
         alibi_slopes : array, (heads,), default None
-            -slope * |distance| is added to scores (ALiBi), in lse's dtype, the same on every rank.  A distance is that
-            of a key from the query's diagonal, which is the query itself where there are as many keys as queries.
+            -slope * abs(distance) is added to scores (ALiBi), in lse's dtype, the same on every rank.  A distance is
+            that of a key from the query's diagonal, which is the query itself where there are as many keys as queries.
         relative_bias : array, (heads or 1, 2 R + 1) or (heads or 1, 2 R + 1 of each axis of a grid), default None
             Number R + d is added to scores at distance d; R's beyond it.  In lse's dtype, the same on every rank.
         relative_grid, relative_cyclic : sequence of int and of bool, default None

@@ -86,12 +86,16 @@ def test_a_grid_on_a_cartesian_communicator(c, comm):
     assert text_of(c, handle, "layout") == text_of(c, other, "layout") == "grid"
     tokens = c.integer("plan_integer", handle, "tokens")
     assert np.array_equal(c.integers("plan_positions", tokens, handle, 0), plan.positions)
+    rows = [7 - (comm.size - 1), *[1] * (comm.size - 1)]
+    text = f"grid=7x9, dims={comm.size}x1, sizes={','.join(map(str, rows))}xeven, heads=2, head_dim=8, timeout=60"
+    uneven = c.new("plan_create_text", comm.py2f(), text)
+    assert c.integer("plan_integer", uneven, "tokens") == rows[comm.rank] * 9
     q, k, v, _ = arrays_of(plan, comm.rank)
     out, _ = plan.forward(q, k, v)
     got = np.empty_like(out)
     c.ok("forward", handle, q, k, v, got, None, NONE)
     assert np.array_equal(got, out)
-    for each in (handle, other):
+    for each in (handle, other, uneven):
         c.ok("plan_free", ctypes.byref(each))
     plan.close()
     cart.Free()
@@ -152,6 +156,9 @@ def test_options_of_calls(c, comm):
     for name, memory in grads.items():
         c.ok("options_set_array", call, name, memory)
     memory = [np.empty_like(of) for of in (dq, dk, dv)]
+    got[0][...] = 0
+    c.ok("forward", handle, q, k, v, *got, call)  # memory for gradients is none of its concern
+    assert np.array_equal(got[0], out)
     c.ok("backward", handle, dout, q, k, v, out, lse, *memory, call)
     for here, there in zip([*memory, *grads.values()], [dq, dk, dv, dsinks, *of_biases], strict=True):
         assert np.array_equal(here, there)
@@ -279,7 +286,8 @@ def test_wrong_arguments_of_a_rank_are_errors_of_all(c, comm):
         ("seqlen=24, heads=2, head_dim=8, tile", "head_dim is '8, tile'"),
         ("seqlen=24, heads=2, heads=3, head_dim=8", "heads is in it twice"),
         ("seqlen=24, heads=2, head_dim=8, grid=4x6", "dims is missing: grid is given"),
-        ("seqlen=24, heads=2, head_dim=8, dims=2x3", "given without grid"),
+        ("seqlen=24, heads=2, head_dim=8, dims=2x3", "dims is (2, 3), given without grid"),
+        ("seqlen=24, heads=2, head_dim=8, sizes=2x3", "sizes is ((2,), (3,)), given without grid"),
         ("seqlen=24, heads=2, head_dim=8, softmax_scale=2", "it is called scale here"),
         ("seqlen=24, heads=2, head_dim=8, mask=neighbourhood 3", "neighborhood"),
         ("seqlen=24, heads=2, head_dim=8, causal=2", "causal is 2"),

@@ -134,8 +134,9 @@ MPIATTN_API int mpiattn_set_output(mpiattn_output output, void* context);
  * text: "name=value, name=value", NULL or "" for none.  A value is a number, true or false (1 or 0), none, a list
  * ("window=128,0"; an empty element is none), or text as it is ("tile=2x2", "mask=neighborhood 15x15 cyclic=1").
  * Beside the names of Python there are, for plans, grid (such as 64x128), whose points in C order are the tokens and
- * whose blocks on the ranks are the layout, and dims (such as 2x3), the ranks along its axes.  Without dims these are
- * those of the communicator, which must then be Cartesian.
+ * whose blocks on the ranks are the layout; dims (such as 2x3), the ranks along its axes; and sizes (such as
+ * 40,24xeven), the lengths of the blocks along each axis.  Without dims the ranks are those of the communicator, which
+ * must then be Cartesian.  Without sizes the split is even: the first blocks have one point more than the last.
  * A name that is not known is an error of the call that gets the options. */
 MPIATTN_API int mpiattn_options_create(const char* text, mpiattn_options* options);
 MPIATTN_API int mpiattn_options_set_text(mpiattn_options options, const char* name, const char* value);
@@ -183,7 +184,8 @@ MPIATTN_API int mpiattn_forward(mpiattn_plan plan, const mpiattn_array* q, const
                                 mpiattn_options options);
 /* Gradients.  dout is that of out; dq, dk and dv, in the shapes of q, k and v, are written and may be NULL.
  * Options: as for mpiattn_forward, with the same values, and those of `MeshAttention.backward`: dlse and dbias, and
- * memory for other gradients, dsinks, dkey_bias, dalibi_slopes and drelative_bias. */
+ * memory for other gradients, dsinks, dkey_bias, dalibi_slopes and drelative_bias.  mpiattn_forward leaves these aside,
+ * so that one set of options serves both. */
 MPIATTN_API int mpiattn_backward(mpiattn_plan plan, const mpiattn_array* dout, const mpiattn_array* q,
                                  const mpiattn_array* k, const mpiattn_array* v, const mpiattn_array* out,
                                  const mpiattn_array* lse, const mpiattn_array* dq, const mpiattn_array* dk,
