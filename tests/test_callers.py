@@ -10,6 +10,7 @@ from pathlib import Path
 
 import embedded
 import launch
+import numpy as np
 import pytest
 
 SOURCES = launch.TESTS / "embed"
@@ -31,6 +32,8 @@ pytestmark = [
     pytest.mark.workshop,
 ]
 
+# Of the first tracer after each step, on one rank.
+SUMS = [-0.371403, -0.371402, -0.367074, -0.367074, -0.367074, -0.364924]
 # What the example computes, by Python on the same ranks, bit for bit.
 TWIN = """
 import sys
@@ -73,7 +76,8 @@ def tracers(tmp_path_factory):
 )
 def test_the_example_has_pythons_bits(tracers, tmp_path, ranks):
     text = launch.mpirun(ranks, [tracers, tmp_path]).stdout
-    assert re.findall(r"^step (\d): the sum of the first tracer is -0\.3\d+$", text, re.MULTILINE) == [*"123456"]
+    sums = re.findall(r"^step \d: the sum of the first tracer is (\S+)$", text, re.MULTILINE)
+    assert np.abs(np.array(sums, float) - SUMS).max() < 5e-5
     computing = max(1, ranks - 1)
     assert launch.mpirun(computing, [sys.executable, "-c", TWIN, tmp_path]).stdout.count("the same bits") == computing
 
@@ -100,16 +104,18 @@ EXPECTED = {
     "shape": (1, "q has shape"),
     "no data": (1, "and NULL for its data"),
     "NULL": (1, "k is NULL; it must be an array (on rank 0 of 2)"),
-    "overlap": (1, "out"),
+    "overlap": (1, "out shares memory with q"),
     "right": (0, ""),
     "no communicator": (5, "no communicator; it must be MPI_Comm_c2f(comm)"),
     "null communicator": (1, "COMM_NULL"),
-    "options": (2, "options has the handle 99"),
+    "options": (1, "options has the handle 99"),
     "free": (0, ""),
     "free again": (2, "that of no plan"),
     "freed": (2, "that of a plan that was freed"),
-    "error handler": (0, ""),
     "another plan": (0, ""),
+    "error handlers": (0, ""),
+    "locale": (0, ""),
+    "traps": (0, ""),
     "after MPI_Finalize": (5, "MPI is finalized"),
     "free after MPI_Finalize": (5, "free it before MPI_Finalize"),
     "freed handle": (0, ""),
@@ -149,7 +155,10 @@ def test_the_interpreter_and_the_mpi_are_found_or_named(tmp_path):
     bare = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True, timeout=launch.patience(60))
     status, text = start_of(program, MPIATTN_PYTHON=str(bare / "bin" / "python"), PYTHONPATH="")
-    assert status == 9 and f"of {bare} cannot load mpiattn: No module named 'mpiattn'" in text
+    assert (
+        status == 9
+        and f"of {bare}, started as {bare}/bin/python, cannot load mpiattn: No module named 'mpiattn'" in text
+    )
     assert start_of(program, MPIATTN_PYTHON=sys.executable) == (0, "")
     other = "mpich" if launch.vendor() == "openmpi" else "openmpi"
     status, text = start_of(program, MPI4PY_MPIABI=other)
@@ -203,42 +212,35 @@ def test_compiler_options(tmp_path):
 PROJECT = """
 cmake_minimum_required(VERSION 3.18)
 project(example C)
-find_package(mpiattn 0.1 REQUIRED)
-add_executable(tracers {source})
-target_link_libraries(tracers mpiattn::mpiattn m)
+add_executable(program {source})
+{page}
+target_link_libraries(program m)
 """
 
 
 @pytest.mark.skipif(not shutil.which("cmake"), reason="no cmake")
 def test_cmake(tmp_path):
-    (tmp_path / "CMakeLists.txt").write_text(PROJECT.format(source=TRACERS))
+    (page,) = re.findall(r"```\n(find_package.*?)```", (launch.DOCS / "callers.md").read_text(), re.DOTALL)
+    (tmp_path / "CMakeLists.txt").write_text(PROJECT.format(source=TRACERS, page=page))
     built = tmp_path / "build"
-    options = [f"-DCMAKE_PREFIX_PATH={embedded.installed().prefix}", f"-DCMAKE_C_COMPILER={compiler('mpicc')}"]
+    options = [f"-DCMAKE_PREFIX_PATH={embedded.installed().prefix}", f"-DMPI_C_COMPILER={compiler('mpicc')}"]
     for command in (["-S", tmp_path, "-B", built, *options], ["--build", built]):
         subprocess.run(["cmake", *command], check=True, timeout=launch.patience(60), stdout=subprocess.DEVNULL)
-    assert "step 6" in launch.mpirun(1, [built / "tracers"]).stdout
+    assert "step 6" in launch.mpirun(1, [built / "program"]).stdout
 
 
 def test_the_code_of_the_page(tmp_path):
-    """The first program of the page compiles as it stands there, and runs; so do the lines about options."""
+    """The first program of the page compiles as it stands there, and runs; the lines about options compile."""
     blocks = re.findall(r"```c\n(.*?)```", (launch.DOCS / "callers.md").read_text(), re.DOTALL)
     source = tmp_path / "page.c"
     source.write_text(blocks[0])
-    outcome = launch.mpirun(2, [compiled(tmp_path, source, options=["-Wno-sign-conversion"])])
+    outcome = launch.mpirun(2, [compiled(tmp_path, source)])
     assert outcome.stdout.count("status 0 \n") == 2
-    lines = "\n".join(blocks[1].splitlines())
-    source.write_text(
-        f"#include \"mpiattn.h\"\nvoid f(mpiattn_plan plan, mpiattn_array q, mpiattn_array k, mpiattn_array v,\n"
-        f"mpiattn_array out, mpiattn_array lse, mpiattn_array tile);\nvoid f(mpiattn_plan plan, mpiattn_array q,\n"
-        f"mpiattn_array k, mpiattn_array v, mpiattn_array out, mpiattn_array lse, mpiattn_array tile) {{\n{lines}\n}}\n"
+    arrays = (
+        "mpiattn_array q, mpiattn_array k, mpiattn_array v, mpiattn_array out, mpiattn_array lse, mpiattn_array tile"
     )
-    command = [
-        compiler("mpicc"),
-        *WARNINGS,
-        "-c",
-        source,
-        "-o",
-        tmp_path / "x.o",
-        *embedded.installed().compiler_flags(),
-    ]
-    subprocess.run([*map(str, command)], check=True, timeout=launch.patience(60))
+    source.write_text(
+        f'#include "mpiattn.h"\nint main(void) {{ return 0; }}\n'
+        f"static void f(mpiattn_plan plan, {arrays}) {{\n{blocks[1]}\n}}\n"
+    )
+    compiled(tmp_path, source, options=["-Wno-unused-function"])

@@ -77,7 +77,7 @@ def test_memory_on_a_gpu_is_taken_where_it_lies(monkeypatch):
 
 
 def test_errors_in_words():
-    with pytest.raises(Exception, match="a cache"):
+    with pytest.raises(Exception, match="that of another kind: cache"):
         plans, caches = Handles("plan"), Handles("cache")
         plans[caches.add(object())]
     assert describe(MemoryError()) == (8, "not enough memory")

@@ -37,6 +37,8 @@ static void make_block(MPI_Comm computing, block* b) {
     const int periods[2] = {0, 1}; /* longitude has no end */
     MPI_Comm_size(computing, &size);
     MPI_Dims_create(size, 2, dims);
+    if (dims[0] > LATITUDES || dims[1] > LONGITUDES) /* a block without points has no halo to give */
+        MPI_Abort(MPI_COMM_WORLD, 1);
     MPI_Cart_create(computing, 2, dims, periods, 1, &b->cart);
     MPI_Comm_rank(b->cart, &b->rank);
     MPI_Cart_coords(b->cart, b->rank, 2, coords);

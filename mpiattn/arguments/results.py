@@ -26,7 +26,7 @@ class Results:
         for name, (memory, wanted) in asked.items():
             if memory is not None:
                 array = checked_array(backend, name, memory, wanted, writable=True)
-                _check_own_memory(name, array, others)
+                check_own_memory(name, array, others)
                 self._arrays[name] = others[name] = array
 
     @property
@@ -55,7 +55,7 @@ class Results:
         )
 
 
-def _check_own_memory(name, array, others):
+def check_own_memory(name, array, others):
     """Raise ArgumentError if elements of an array share memory with each other or with `others`, {name: array}."""
     if not array.flags.c_contiguous:
         _check_strides(name, array)

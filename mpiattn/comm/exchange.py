@@ -13,6 +13,7 @@ from functools import partial
 from mpi4py import MPI
 
 from ..problem.byte_counts import byte_count
+from .caller_comm import is_running
 from .peers import hold, translate_ranks
 
 MAX_MESSAGE = 2**30  # bytes; MPI counts end at 2^31 - 1
@@ -301,6 +302,8 @@ class Exchange:
         return ", ".join(missing)
 
     def close(self):
-        """Free the datatypes."""
+        """Free the datatypes, unless MPI has ended and taken them along."""
         while self._row_types:
-            self._row_types.popitem()[1].Free()
+            _, datatype = self._row_types.popitem()
+            if is_running():
+                datatype.Free()

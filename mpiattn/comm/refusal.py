@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..arguments.keywords import learn, unknown
-from ..errors import ArgumentError, KeywordError
+from ..errors import KeywordError
 from .agreement import agreement
 from .mesh import Home
 from .peers import time_limit
@@ -52,7 +52,7 @@ def of_call(method: str, owner: Callable[..., Any] = lambda self, *args, **how: 
     method: as its `call` names it.  owner(*arguments, **keywords): the plan or cache; None if the call lacks it.
     """
 
-    def refuse(error: ArgumentError, *args: Any, check: bool = True, **how: Any) -> None:
+    def refuse(error: Exception, *args: Any, check: bool = True, **how: Any) -> None:
         called = owner(*args, **how)
         if called is None:
             raise error
@@ -62,7 +62,7 @@ def of_call(method: str, owner: Callable[..., Any] = lambda self, *args, **how: 
     return refuse
 
 
-def of_making(error: ArgumentError, made: Any, comm: Any = None, *args: Any, timeout: Any = None, **how: Any) -> None:
+def of_making(error: Exception, made: Any, comm: Any = None, *args: Any, timeout: Any = None, **how: Any) -> None:
     """A `refuse` for `__init__` of a plan or a cache."""
     if comm is None:
         raise error
@@ -75,7 +75,7 @@ def of_making(error: ArgumentError, made: Any, comm: Any = None, *args: Any, tim
 def of_function(call: str) -> Callable[..., None]:
     """A `refuse` for a collective function of a communicator.  call: as the function's first agreement names it."""
 
-    def refuse(error: KeywordError, *args: Any, comm: Any = None, timeout: Any = None, **how: Any) -> None:
+    def refuse(error: Exception, *args: Any, comm: Any = None, timeout: Any = None, **how: Any) -> None:
         if comm is None:
             raise error
         limit = time_limit(timeout)

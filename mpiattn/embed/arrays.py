@@ -65,7 +65,10 @@ def array_of(name: str, described: Described, on_gpu: bool = False) -> Array:
         array = _of_gpu(described, dtype, in_bytes)
         if array is not None:
             return array
-    described.array = np.ndarray(described.shape, dtype, described.memory, 0, in_bytes)
+    try:
+        described.array = np.ndarray(described.shape, dtype, described.memory, 0, in_bytes)
+    except (ValueError, OverflowError) as error:
+        raise ArgumentError(f"{name} has shape {described.shape} and strides {described.strides}: {error}") from error
     return described.array
 
 

@@ -61,15 +61,19 @@ def build(prefix: str | os.PathLike[str], cc: str | None = None, fc: str | None 
         with TemporaryDirectory() as name:
             work = Path(name)
             made = {at.library: _shared_library(compiler, work)}
-            if fortran_compiler:
-                made |= _fortran(fortran_compiler, work, at)
+            try:
+                made |= _fortran(fortran_compiler, work, at) if fortran_compiler else {}
+            except BuildError as error:
+                if fortran is not None:
+                    raise
+                print(f"the Fortran module is installed as a source alone: {error}", file=sys.stderr)
             for name in ("mpiattn.h", "mpiattn.f90", *(path.name for path in SOURCE.glob("*.inc"))):
                 made[at.include / name] = SOURCE / name
             for path, text in _descriptions(at).items():
                 made[path] = work / path.name
                 made[path].write_text(text)
             for path, of in made.items():  # a program that runs goes on with the library that it has opened
-                unfinished = path.with_name(path.name + ".new")
+                unfinished = path.with_name(f"{path.name}.{os.getpid()}.new")
                 shutil.copyfile(of, unfinished)
                 unfinished.chmod(0o755 if path == at.library else 0o644)
                 unfinished.replace(path)
@@ -80,7 +84,10 @@ def build(prefix: str | os.PathLike[str], cc: str | None = None, fc: str | None 
 
 def _command(text: str, option: str, optional: bool = False) -> list[str]:
     """A command as a list of words; empty if it is optional and not there.  Raises BuildError."""
-    words = shlex.split(text)
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise BuildError(f"{option} is {text!r}, which is not a command: {error}") from error
     if words and shutil.which(words[0]):
         return words
     if optional:
@@ -89,7 +96,10 @@ def _command(text: str, option: str, optional: bool = False) -> list[str]:
 
 
 def _run(command: list[str], what: str) -> None:
-    result = subprocess.run(command, text=True, capture_output=True, check=False)
+    try:
+        result = subprocess.run(command, text=True, capture_output=True, check=False)
+    except OSError as error:
+        raise BuildError(f"{what} does not compile: {command[0]}: {error}") from error
     if result.returncode:
         raise BuildError(f"{what} does not compile: {shlex.join(command)}\n{result.stderr.strip()}")
 
@@ -106,14 +116,20 @@ def _shared_library(compiler: list[str], work: Path) -> Path:
         [
             *compiler,
             *("-std=gnu11", "-O2", "-fPIC", "-fvisibility=hidden", "-shared", *WARNINGS),
-            f'-DMPIATTN_BUILT_FOR="{sys.executable}"',
-            *("-I", include, "-I", str(SOURCE), str(SOURCE / "mpiattn.c"), "-o", str(made)),
+            f"-DMPIATTN_BUILT_FOR={_in_c(sys.executable)}",
+            *("-I", include, "-I", str(SOURCE), *(str(SOURCE / f"{name}.c") for name in ("mpiattn", "interpreter"))),
+            *("-o", str(made)),
             "-Wl,-soname,libmpiattn.so",
-            *(str(library), f"-Wl,-rpath,{library.parent}", "-ldl"),
+            *(str(library), f"-Wl,-rpath,{library.parent}", "-ldl", "-lm"),
         ],
         "the library",
     )
     return made
+
+
+def _in_c(text: str) -> str:
+    """A text as C writes it."""
+    return '"{}"'.format(text.replace("\\", r"\\").replace('"', r"\""))
 
 
 def _libpython() -> Path:

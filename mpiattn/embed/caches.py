@@ -49,12 +49,7 @@ def cache_create_text(comm: int, text: str | None, handle: memoryview | None) ->
 def cache_load(comm: int, path: str | None, number: int, handle: memoryview | None) -> None:
     """A cache with what a file has."""
 
-    def given() -> dict[str, Any]:
-        if path is None:
-            raise ArgumentError("path is NULL; it must be that of a file")
-        return options.OPTIONS[number] if number else {}
-
-    _maker.make(comm, given, handle, lambda of_host, **named: KVCache.load(of_host, path or "", **named))
+    _maker.load(comm, path, lambda: options.OPTIONS[number] if number else {}, handle)
 
 
 def cache_save(number: int, path: str | None) -> None:
@@ -73,21 +68,20 @@ def cache_free(number: int) -> None:
 
 def cache_append(number: int, k: Given, v: Given, of: int) -> None:
     """`KVCache.append`."""
-    cache, check = CACHES[number], options.get(of, "check", True)
-    with shared_errors(cache, "append", check):
-        on_gpu = number in CACHES.on_gpu
+    cache, on_gpu = CACHES[number], number in CACHES.on_gpu
+    with shared_errors(cache, "append", options.check(of)):
         keys, values = arrays.needed("k", k, on_gpu), arrays.optional("v", v, on_gpu)
         if values is None and not cache.shared_kv:
             raise ArgumentError("v is NULL; it must be an array")
-        named = options.of_call(of, on_gpu)
+        named = options.of_call(of, on_gpu, ("k", "v"))
     cache.append(keys, values, **named)
 
 
 def cache_truncate(number: int, lengths: memoryview | None, of: int) -> None:
     """`KVCache.truncate`."""
-    cache, check = CACHES[number], options.get(of, "check", True)
-    with shared_errors(cache, "truncate", check):
-        kept, named = arrays.numbers("lengths", lengths).tolist(), options.of_call(of, False)
+    cache = CACHES[number]
+    with shared_errors(cache, "truncate", options.check(of)):
+        kept, named = arrays.numbers("lengths", lengths).tolist(), options.of_call(of, False, ("lengths",))
     cache.truncate(kept, **named)
 
 
@@ -117,16 +111,14 @@ def cache_positions(number: int, sequence: int, memory: memoryview | None) -> No
 
 def tree_decode(number: int, q: Given, out: Given, lse: Given, of: int) -> None:
     """`mpiattn.tree_decode`."""
-    cache, check = CACHES[number], options.get(of, "check", True)
-    with shared_errors(cache, "tree_decode", check):
-        on_gpu = number in CACHES.on_gpu
+    cache, on_gpu = CACHES[number], number in CACHES.on_gpu
+    with shared_errors(cache, "tree_decode", options.check(of)):
         queries = arrays.needed("q", q, on_gpu)
         memory: dict[str, Any] = {
             "out": arrays.optional("out", out, on_gpu),
             "lse": arrays.optional("lse", lse, on_gpu),
         }
-        named = options.of_call(of, on_gpu)
-        options.refuse_twice(memory, named)
+        named = options.of_call(of, on_gpu, ("q", "cache", *memory))
     decode(queries, cache, **memory, **named)
     if on_gpu:
         arrays.finish()

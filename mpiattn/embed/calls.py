@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ..version import __version__
 from . import arrays, host
 from .arrays import Described as Described
+from .errors import HostError
 from .status import describe as describe
 
 if TYPE_CHECKING:
@@ -20,12 +21,21 @@ if TYPE_CHECKING:
 _output: host.Output | None = None
 
 
-def start(write: Callable[[str, int], object], version: str | None, library: str | None) -> None:
+ABI = 1  # MPIATTN_ABI of mpiattn.h
+
+
+def start(abi: int, write: Callable[[str, int], object], version: str | None, library: str | None) -> None:
     """Prepare for calls.  Raises HostError.
 
-    write: gets what Python prints.  version, library: as of `host.check_mpi`.
+    abi: of the interface that the library has.  write: gets what Python prints.
+    version, library: as of `host.check_mpi`.
     """
     global _output
+    if abi != ABI:
+        raise HostError(
+            f"the library has version {abi} of the interface, the Python package mpiattn {__version__} version {ABI}; "
+            "run mpiattn-config --build, and compile the program again"
+        )
     host.check_mpi(version, library)
     if _output is None:
         _output = host.Output(write)

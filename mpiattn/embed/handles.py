@@ -7,8 +7,9 @@ from typing import Any
 
 from .errors import HandleError
 
-_numbers = count(1)  # of all kinds, so that a number of another kind is recognized
-_kinds: dict[int, str] = {}  # of every number that was given out
+_counts = count(1)
+_kinds: list[str] = []  # a number is a count of all objects, times KINDS, plus the place of its kind here
+KINDS = 8
 
 
 class Handles:
@@ -19,14 +20,19 @@ class Handles:
 
     def __init__(self, kind: str) -> None:
         self.kind, self._objects, self.on_gpu = kind, dict[int, Any](), set[int]()
+        self._last = 0
+        _kinds.append(kind)
 
     def add(self, made: Any, on_gpu: bool = False) -> int:
         """The number of a new object."""
-        number = next(_numbers)
-        self._objects[number], _kinds[number] = made, self.kind
+        self._last = number = next(_counts) * KINDS + _kinds.index(self.kind)
+        self._objects[number] = made
         if on_gpu:
             self.on_gpu.add(number)
         return number
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._objects
 
     def __getitem__(self, number: int) -> Any:
         try:
@@ -38,12 +44,15 @@ class Handles:
         """Forget an object, and return it."""
         made = self[number]
         del self._objects[number]
+        self.on_gpu.discard(number)
         return made
 
     def _not(self, number: int) -> str:
-        kind = _kinds.get(number)
         if number == 0:
             return f"that of no {self.kind}: none was made, or it was freed"
-        if kind is None:
-            return "not a handle that mpiattn has given"
-        return f"that of a {self.kind} that was freed" if kind == self.kind else f"a {kind}"
+        kind = _kinds[number % KINDS] if number > 0 and number % KINDS < len(_kinds) else ""
+        if kind == self.kind and number <= self._last:
+            return f"that of a {self.kind} that was freed"
+        if kind and kind != self.kind:
+            return f"that of another kind: {kind}"
+        return "no handle that mpiattn has given"

@@ -103,7 +103,8 @@ def returning_errors(*comms: MPI.Comm) -> Iterator[None]:
 
 # MPICH and its relatives have the kind of an object and where it lies in its handle; 0x44000000 is MPI_COMM_WORLD.
 # Intel MPI trusts it, and would read memory that is not there.
-MPICH_WORLD, KIND, PLACE, BUILT_IN = 0x44000000, 0x3C000000, 0xC0000000, 0x40000000
+MPICH_WORLD, KIND, PLACE, BUILT_IN, DIRECT = 0x44000000, 0x3C000000, 0xC0000000, 0x40000000, 0x80000000
+INDEX, PREALLOCATED = 0x03FFFFFF, 8  # MPICH ends the process where there is no such one
 
 
 def _may_be_communicator(handle: int) -> bool:
@@ -114,6 +115,8 @@ def _may_be_communicator(handle: int) -> bool:
         return True
     if not handle & PLACE or handle & PLACE == BUILT_IN:
         return handle in (MPI.COMM_WORLD.py2f(), MPI.COMM_SELF.py2f(), MPI.COMM_NULL.py2f())
+    if handle & PLACE == DIRECT and handle & INDEX >= PREALLOCATED and "MPICH Version" in MPI.Get_library_version():
+        return False
     return handle & KIND == MPICH_WORLD & KIND
 
 
@@ -153,7 +156,7 @@ class Stream(io.TextIOBase):
     def write(self, text: str) -> int:
         """Hand text on.  Zeros in it would end it for C."""
         if text:
-            self._write(text.replace("\0", ""), self._is_error)
+            self._write(text.replace("\0", "").encode(errors="backslashreplace").decode(), self._is_error)
         return len(text)
 
     def writable(self) -> bool:

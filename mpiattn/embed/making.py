@@ -10,16 +10,18 @@ from ..comm import refusal
 from ..comm.caller_comm import ENDED, is_running
 from ..errors import ArgumentError, CallError
 from . import arrays, options
-from .errors import HostError
+from .errors import HandleError, HostError
 from .handles import Handles
 from .host import communicator
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..comm.collective_calls import Collective
 
 
 class shared_errors:  # a class, since every call passes here: generators take longer
-    """A block before a collective call, whose ArgumentError is raised on every rank.
+    """A block before a collective call, of which every rank raises the error of any.
 
     owner: the plan or cache.  method: as its `call` names it.  check: as of the call.
     """
@@ -33,8 +35,13 @@ class shared_errors:  # a class, since every call passes here: generators take l
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, ArgumentError):
-            refusal.of_call(self._method)(error, self._owner, check=self._check)
+        if isinstance(error, Exception):
+            refusal.of_call(self._method)(_shared(error), self._owner, check=self._check is not False)
+
+
+def _shared(error: Exception) -> Exception:
+    """The error as other ranks can have it: options without a handle are an argument that is wrong."""
+    return ArgumentError(str(error)) if isinstance(error, HandleError) else error
 
 
 class Maker:
@@ -51,20 +58,32 @@ class Maker:
             if parameter.kind is Parameter.KEYWORD_ONLY and parameter.default is Parameter.empty
         )
 
-    def make(self, comm: int, given: Any, handle: memoryview | None, load: Any = None) -> None:
-        """Make an object and write its handle; an ArgumentError of a rank is raised on all.
+    def make(self, comm: int, given: Callable[[], dict[str, Any]], handle: memoryview | None) -> None:
+        """Make an object and write its handle; every rank raises the error of any.
 
-        given: function that returns options, which may raise ArgumentError.  load: function of (comm, options) that
-            makes it; None: the class.
+        given: returns its options.
         """
         with communicator(comm) as of_host:
             try:
                 word = arrays.numbers(self.handles.kind, handle)
-                needed = self.needed if load is None else ()
-                arguments = options.of_making(given(), of_host, needed)
-            except ArgumentError as error:
-                refusal.of_making(error, object.__new__(self.kind), of_host)
-            made = (load or self.kind)(of_host, **arguments)
+                arguments = options.of_making(given(), of_host, self.needed)
+            except Exception as error:
+                refusal.of_making(_shared(error), object.__new__(self.kind), of_host)
+            made = self.kind(of_host, **arguments)
+        word[0] = self.add(made)
+
+    def load(self, comm: int, path: str | None, given: Callable[[], dict[str, Any]], handle: memoryview | None) -> None:
+        """As `make`, from a file."""
+        with communicator(comm) as of_host:
+            try:
+                word = arrays.numbers(self.handles.kind, handle)
+                arguments = options.of_making(given(), of_host)
+                options.refuse_twice(("comm", "path"), arguments)
+                if path is None:
+                    raise ArgumentError("path is NULL; it must be that of a file")
+            except Exception as error:
+                refusal.of_function("loading a cache")(_shared(error), comm=of_host)
+            made = self.kind.load(of_host, path, **arguments)
         word[0] = self.add(made)
 
     def add(self, made: Any) -> int:

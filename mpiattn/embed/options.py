@@ -7,8 +7,6 @@ from inspect import signature
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ..decode.cache import KVCache
 from ..decode.tree import tree_decode
 from ..errors import ArgumentError
@@ -19,6 +17,8 @@ from .arrays import array_of
 from .handles import Handles
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from mpi4py import MPI
 
     from .arrays import Described
@@ -49,15 +49,15 @@ OPTIONS = Handles("options")
 
 def of_text(text: str | None) -> dict[str, Any]:
     """Options of "name=value, name=value".  Raises ArgumentError."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for item in SEPARATOR.split(text.strip()) if text and text.strip() else ():
         name, equals, value = item.partition("=")
         if not equals or not name.strip().isidentifier():
             raise ArgumentError(f"options is {text!r}; {item!r} in it is not name=value")
-        if name.strip() in found:
+        if name.strip() in values:
             raise ArgumentError(f"options is {text!r}; {name.strip()} is in it twice")
-        found[name.strip()] = of_word(name.strip(), value.strip())
-    return found
+        values[name.strip()] = of_word(name.strip(), value.strip())
+    return values
 
 
 def of_word(name: str, value: str) -> Any:
@@ -90,12 +90,16 @@ def _sizes(value: str, axis: str) -> tuple[int, ...] | None:
 
 
 def _number(value: str) -> int | float | str:
-    for kind in (int, float):
+    try:
+        number = int(value)
+    except ValueError:
         try:
-            return kind(value)
+            return float(value)
         except ValueError:
-            pass
-    return value
+            return value
+    if abs(number) >= 2**64:  # a seed of dropout may be less
+        raise ArgumentError(f"{value} is in the options; numbers must have 64 bits at most")
+    return number
 
 
 def of_value(name: str, value: Any) -> Any:
@@ -116,37 +120,43 @@ def set_array(options: dict[str, Any], name: str, described: Described | None) -
     options[name] = GivenArray(described)
 
 
-def get(number: int, name: str, default: Any) -> Any:
-    """The value of an option; the default where it is not set, and of the handle 0."""
-    return OPTIONS[number].get(name, default) if number else default
+def check(number: int) -> bool:
+    """Whether ranks compare the call with these options, as far as that can be told."""
+    return not number or number not in OPTIONS or OPTIONS[number].get("check", True) is not False
 
 
-def refuse_twice(given: dict[str, Any], options: dict[str, Any]) -> None:
+def refuse_twice(given: Iterable[str], options: dict[str, Any]) -> None:
     """Raise ArgumentError if an argument of a function is among its options too."""
     twice = next((name for name in given if name in options), None)
     if twice:
         raise ArgumentError(f"{twice} is an argument of the function; it must not be among its options too")
 
 
-def of_call(number: int, on_gpu: bool) -> dict[str, Any]:
-    """A call's options by name; none of the handle 0."""
+def of_call(number: int, on_gpu: bool, given: Iterable[str] = ()) -> dict[str, Any]:
+    """A call's options by name; none of the handle 0.  Raises ArgumentError.
+
+    given: names of what the function gets besides.
+    """
     if not number:
         return {}
-    return {
+    options = {
         name: array_of(name, value.described, on_gpu) if isinstance(value, GivenArray) else value
         for name, value in OPTIONS[number].items()
     }
+    refuse_twice(given, options)
+    return options
 
 
-def of_making(given: dict[str, Any], comm: MPI.Intracomm, needed: tuple[str, ...]) -> dict[str, Any]:
+def of_making(given: dict[str, Any], comm: MPI.Intracomm, needed: tuple[str, ...] = ()) -> dict[str, Any]:
     """The arguments of a new plan or cache: masks and layouts in place of their texts.  Raises ArgumentError.
 
     needed: names of arguments that have no default.
     """
-    options: dict[str, Any] = {
-        name: np.array(array_of(name, value.described)) if isinstance(value, GivenArray) else value
-        for name, value in given.items()
-    }
+    options = dict(given)
+    array = next((name for name, value in options.items() if isinstance(value, GivenArray)), None)
+    if array:
+        raise ArgumentError(f"{array} is an array; plans and caches are made without arrays")
+    refuse_twice(("comm",), options)
     grid, dims, sizes = (options.pop(name, None) for name in ("grid", "dims", "sizes"))
     for name, value in ("dims", dims), ("sizes", sizes):
         if grid is None and value is not None:
@@ -166,7 +176,7 @@ def of_making(given: dict[str, Any], comm: MPI.Intracomm, needed: tuple[str, ...
 def _of_grid(grid: Any, dims: Any, sizes: Any, comm: MPI.Intracomm, options: dict[str, Any]) -> Layout:
     """The layout of blocks of a grid."""
     for name, value in ("grid", grid), ("dims", dims):
-        if value is not None and not isinstance(value, tuple):
+        if value is not None and not (isinstance(value, tuple) and all(isinstance(n, int) for n in value)):
             raise ArgumentError(f"{name} is {value!r}; it must be lengths, such as 64x128")
     if "layout" in options:
         raise ArgumentError(f"layout is {options['layout']!r}; with grid ranks hold the blocks of the grid")
@@ -177,4 +187,7 @@ def _of_grid(grid: Any, dims: Any, sizes: Any, comm: MPI.Intracomm, options: dic
         )
     if dims is not None and prod(dims) != comm.size:
         raise ArgumentError(f"dims is {'x'.join(map(str, dims))}, {prod(dims)} ranks; there are {comm.size}")
-    return Layout.grid(grid, comm if dims is None else dims, sizes)
+    try:
+        return Layout.grid(grid, comm if dims is None else dims, sizes)
+    except ArgumentError as error:
+        raise ArgumentError(f"grid is {'x'.join(map(str, grid))}: {error}") from error

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..arguments.arrays import on_host
 from ..arguments.biases import WITH_GRADIENTS
+from ..arguments.results import check_own_memory
 from ..errors import ArgumentError, VerificationError
 from ..plan.mesh_attention import MeshAttention
 from ..problem.problem import dtype_name
@@ -18,12 +20,16 @@ from .handles import Handles
 from .making import Maker, shared_errors
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from contextlib import AbstractContextManager
+
+    from typing_extensions import Self
 
     from ..verify.result import Verification
     from .arrays import Described
 
     Given = Described | None
+    Named = tuple[str, Given]
 
 CALLS = (
     "plan_create",
@@ -127,15 +133,15 @@ def plan_bias_positions(number: int, columns: int, memory: memoryview | None) ->
 
 
 class _Call:
-    """The arguments of a call of a plan; an ArgumentError about them on a rank is raised on all.
+    """The arguments of a call of a plan; every rank raises the error that one has about them.
 
     method: as the plan names the call.  number: of the plan.  of: number of the options.
     inputs, memory: descriptions of arrays by name; those of memory may be NULL, and v with shared_kv.
     """
 
     def __init__(self, method: str, number: int, of: int, inputs: dict[str, Given], memory: dict[str, Given]) -> None:
-        self.plan, self._method = PLANS[number], method
-        self._check, self._on_gpu = options.get(of, "check", True), number in PLANS.on_gpu
+        self.plan, self._method, self._on_gpu = PLANS[number], method, number in PLANS.on_gpu
+        self._check = options.check(of)
         with self.sharing():
             self.arrays: dict[str, Any] = {}
             for name, described in inputs.items():
@@ -146,12 +152,16 @@ class _Call:
             for name, described in memory.items():
                 if described is not None:
                     self.arrays[name] = arrays.array_of(name, described, self._on_gpu)
-            self.options = options.of_call(of, self._on_gpu)
-            if self.options:
-                options.refuse_twice(self.arrays, self.options)
+            self.options = options.of_call(of, self._on_gpu, self.arrays) if of else {}
+
+    def without(self, names: Iterable[str]) -> Self:
+        """The call without these options."""
+        for name in names if self.options else ():
+            self.options.pop(name, None)
+        return self
 
     def sharing(self) -> AbstractContextManager[None]:
-        """A block before the collective call, whose ArgumentError is raised on all ranks."""
+        """A block before the collective call, of which every rank raises the error of any."""
         return shared_errors(self.plan, self._method, self._check)
 
     def run(self) -> Any:
@@ -170,9 +180,7 @@ OF_BACKWARD = ("dlse", "dbias", "bias_gradients", "bias_shared", *RETURNED)
 def forward(number: int, q: Given, k: Given, v: Given, out: Given, lse: Given, of: int) -> None:
     """`MeshAttention.forward`.  Options of the backward pass alone are left aside: one set serves both passes."""
     call = _Call("forward", number, of, {"q": q, "k": k, "v": v}, {"out": out, "lse": lse})
-    for name in OF_BACKWARD if call.options else ():
-        call.options.pop(name, None)
-    call.run()
+    call.without(OF_BACKWARD).run()
 
 
 def backward(
@@ -195,30 +203,36 @@ def backward(
         call.run()
         return
     with call.sharing():
-        memory = _memory_of_gradients(call.options)
+        memory, names = _memory_of_gradients(call.options, call.arrays)
     _, _, _, *more = call.run()
-    wanted = call.options["bias_gradients"]
-    of_biases = [name for name in WITH_GRADIENTS if name in call.options and (wanted is True or name in (wanted or ()))]
-    for name, gradient in zip([*["dsinks"] * ("sinks" in call.options), *[f"d{name}" for name in of_biases]], more):
+    for name, gradient in zip(names, more):
         if name in memory:
             memory[name][...] = gradient
 
 
-def _memory_of_gradients(options: dict[str, Any]) -> dict[str, Any]:
+def _memory_of_gradients(options: dict[str, Any], others: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Take the memory for gradients that Python returns out of a call's options, and ask for those that have some.
 
+    others: the other arrays of the call.  Returns the memory by name, and the names of what Python will return.
     Raises ArgumentError.
     """
     memory = {name: options.pop(name) for name in RETURNED if name in options}
+    given = [name for name in WITH_GRADIENTS if name in options]
+    wanted = options.setdefault("bias_gradients", [name for name in given if {f"d{name}"} & {*memory, *options}])
+    names = given if wanted is True else [name for name in given if name in (wanted or ())]
+    names = [*["dsinks"] * ("sinks" in options), *(f"d{name}" for name in names)]
+    others = others | {name: array for name, array in options.items() if hasattr(array, "dtype")}
     for name, array in memory.items():
         of = options.get(RETURNED[name])
         if of is None:
             raise ArgumentError(f"{name} is given without {RETURNED[name]}, whose gradient it would be")
+        if name not in names:
+            raise ArgumentError(f"{name} is given, and bias_gradients, {wanted!r}, is without {RETURNED[name]}")
         if _shape(array) != _shape(of):
             raise ArgumentError(f"{name} has shape and dtype {_shape(array)}; they must be {_shape(of)}")
-    wanted = [name for name in WITH_GRADIENTS if f"d{name}" in options or f"d{name}" in memory]
-    options.setdefault("bias_gradients", wanted)
-    return memory
+        check_own_memory(name, array, others)
+        others[name] = array
+    return memory, names
 
 
 def _shape(array: Any) -> tuple[Any, str]:
@@ -230,7 +244,7 @@ def verify(
 ) -> None:
     """`MeshAttention.verify`."""
     verification: Verification | None = None
-    call = _Call("verify", number, of, {"q": q, "k": k, "v": v, "out": out, "lse": lse}, {})
+    call = _Call("verify", number, of, {"q": q, "k": k, "v": v, "out": out, "lse": lse}, {}).without(OF_BACKWARD)
     try:
         verification = call.run()
     except VerificationError as error:
@@ -241,54 +255,51 @@ def verify(
             worst.cast("d")[0] = max(each.error / each.tolerance for each in verification.arrays)
 
 
-def _root(root: int) -> int | None:
-    return None if root == -1 else root
+def _moved(
+    method: str, number: int, root: int, given: Named, memory: Named, everywhere: bool, of: int = 0, **how: Any
+) -> None:
+    """Call a method of a plan that moves an array between its ranks, and copy what it returns into memory.
 
-
-def _copy(name: str, result: Any, memory: Any) -> None:
-    """Copy a result of Python into the program's memory.  Raises ArgumentError where it does not fit."""
-    if _shape(memory) != _shape(result):
-        raise ArgumentError(f"{name} has shape and dtype {_shape(memory)}; on this rank they must be {_shape(result)}")
-    memory[...] = result
+    given, memory: (name, description) of what it takes and of what it returns.  everywhere: whether every rank gets a
+        result, and rank `root` alone has what is given; else it is the other way round.  -1 for root: all ranks.
+    of: number of options.  how: other arguments.
+    """
+    plan, on_gpu, on_root = PLANS[number], number in PLANS.on_gpu, root in (-1, PLANS[number].rank)
+    with shared_errors(plan, method):
+        array = (arrays.needed if on_root or not everywhere else arrays.optional)(*given, on_gpu)
+        into = arrays.needed(*memory, on_gpu) if on_root or everywhere else None
+        if into is not None:
+            check_own_memory(memory[0], into, {given[0]: array})
+        how |= options.of_call(of, on_gpu, (given[0], "root"))
+    result = getattr(plan, method)(array, root=None if root == -1 else root, **how)
+    with plan.call(f"{method} into memory") as call, call.agreement():  # only now is it known what the whole is like
+        if into is not None:
+            name, fits = memory[0], _shape(result)
+            if _shape(into) != fits:
+                raise ArgumentError(f"{name} has shape and dtype {_shape(into)}; on this rank they must be {fits}")
+            if isinstance(into, np.ndarray):
+                into[...] = on_host(result)
+            else:
+                into[...] = plan.give(result) if isinstance(result, np.ndarray) else result
+    if on_gpu:
+        plan.drain()
 
 
 def scatter(number: int, whole: Given, chunk: Given, root: int, axis: int, keys: int) -> None:
     """`MeshAttention.scatter`."""
-    plan = PLANS[number]
-    with shared_errors(plan, "scatter"):
-        given, memory = arrays.optional("whole", whole), arrays.needed("chunk", chunk)
-    _copy("chunk", plan.scatter(given, root=_root(root), axis=axis, keys=bool(keys)), memory)
+    _moved("scatter", number, root, ("whole", whole), ("chunk", chunk), True, axis=axis, keys=bool(keys))
 
 
 def gather(number: int, chunk: Given, whole: Given, root: int, axis: int, keys: int) -> None:
     """`MeshAttention.gather`."""
-    plan = PLANS[number]
-    with shared_errors(plan, "gather"):
-        given, memory = arrays.needed("chunk", chunk), _memory_of_whole(plan, whole, root)
-    result = plan.gather(given, root=_root(root), axis=axis, keys=bool(keys))
-    if result is not None:
-        _copy("whole", result, memory)
-
-
-def _memory_of_whole(plan: Any, whole: Given, root: int) -> Any:
-    """The memory of a whole array, which ranks need that get it; None on others."""
-    return arrays.needed("whole", whole) if root in (-1, plan.rank) else None
+    _moved("gather", number, root, ("chunk", chunk), ("whole", whole), False, axis=axis, keys=bool(keys))
 
 
 def scatter_bias(number: int, whole: Given, tile: Given, root: int) -> None:
     """`MeshAttention.scatter_bias`."""
-    plan = PLANS[number]
-    with shared_errors(plan, "scatter_bias"):
-        given, memory = arrays.optional("whole", whole), arrays.needed("tile", tile)
-    _copy("tile", plan.scatter_bias(given, root=_root(root)), memory)
+    _moved("scatter_bias", number, root, ("whole", whole), ("tile", tile), True)
 
 
 def gather_bias(number: int, tile: Given, whole: Given, root: int, of: int) -> None:
     """`MeshAttention.gather_bias`."""
-    plan = PLANS[number]
-    with shared_errors(plan, "gather_bias"):
-        given, memory = arrays.needed("tile", tile), _memory_of_whole(plan, whole, root)
-        named = options.of_call(of, False)
-    result = plan.gather_bias(given, root=_root(root), **named)
-    if result is not None:
-        _copy("whole", result, memory)
+    _moved("gather_bias", number, root, ("tile", tile), ("whole", whole), False, of=of)

@@ -26,6 +26,11 @@ OF_ERRORS = {
 
 def describe(error: BaseException) -> tuple[int, str]:
     """(status, text) of an exception.  The text of an unexpected one says where in the code it was raised."""
+    status, text = _described(error)
+    return status, text.encode(errors="backslashreplace").decode()  # C gets UTF-8
+
+
+def _described(error: BaseException) -> tuple[int, str]:
     status = next((status for kind, status in OF_ERRORS.items() if isinstance(error, kind)), OTHER)
     if isinstance(error, MpiattnError):
         # A program can so tell that it ended MPI too early from a wrong argument.

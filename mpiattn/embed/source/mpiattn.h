@@ -1,4 +1,4 @@
-/* mpiattn: exact attention for sequences that are spread over the ranks of an MPI program, from C and C++.
+/* mpiattn: exact attention for sequences that are spread over the ranks of an MPI program, from C99 and C++.
  *
  *     mpiattn_plan plan;
  *     int status = mpiattn_plan_create_text(
@@ -12,8 +12,9 @@
  * process.
  * - Functions that make, use or free a plan or a cache are collective, unless their comment says "not collective": all
  *   ranks of the communicator call them in the same order.  An invalid argument on one rank gives all ranks the same
- *   status and text, but an invalid handle gives them to its own rank only.
- * - Call from one thread at a time.  Python's lock is taken and given back inside.
+ *   status and text, also an invalid handle of options.  That of a plan or a cache gives them to its own rank only.
+ * - Call from one thread at a time.  Python's lock is taken and given back inside.  Threads other than the main one
+ *   need MPI_THREAD_SERIALIZED.
  * - Arrays stay the caller's.  Inputs are read, results are written, where they lie.
  */
 #ifndef MPIATTN_H
@@ -40,8 +41,8 @@ extern "C" {
 enum {
     MPIATTN_OK = 0,
     MPIATTN_ERR_ARGUMENT = 1, /* an argument is invalid, or differs between ranks where it must not */
-    MPIATTN_ERR_HANDLE = 2,   /* no such plan, cache or set of options: never made, or freed; on this rank only */
-    MPIATTN_ERR_CALL = 3,     /* ranks make different calls, or another call is running; nothing was sent */
+    MPIATTN_ERR_HANDLE = 2,   /* no such plan, cache or options: never made, or freed; on this rank only */
+    MPIATTN_ERR_CALL = 3,     /* ranks make different calls, another call is running, or one before it has failed */
     MPIATTN_ERR_PEER = 4,     /* another rank failed or timed out: free all plans and caches on the communicator */
     MPIATTN_ERR_MPI = 5,      /* MPI is not running, is not that of mpi4py, or reports an error */
     MPIATTN_ERR_FILE = 6,     /* a file cannot be read or written */
@@ -112,7 +113,7 @@ static inline mpiattn_array mpiattn_array_3d(void* data, int dtype, int64_t sequ
     return mpiattn_array_of(data, dtype, 3, shape);
 }
 
-/* What the last call of this thread that failed has to say; "" if none has.  Valid until this thread's next call. */
+/* Why the last call of this thread failed; "" if it succeeded.  Valid until this thread's next call. */
 MPIATTN_API const char* mpiattn_last_error(void);
 
 /* Starts Python and loads mpiattn, which the first other call does else; not collective.  The interpreter is that of
@@ -120,12 +121,12 @@ MPIATTN_API const char* mpiattn_last_error(void);
  * that this library was built with.  It stays until the process ends. */
 MPIATTN_API int mpiattn_start(void);
 
-/* The version of the Python package, such as "0.1.0"; NULL if Python cannot start.  Not collective. */
+/* The version of the Python package, such as "0.1.0"; NULL if the call fails.  Not collective. */
 MPIATTN_API const char* mpiattn_version(void);
 
 /* From now on, text that Python prints goes to this function; not collective.  is_error: whether it is for stderr.
- * The text ends with a zero, but is not always a whole line.  The function must not call mpiattn.  NULL: to the
- * process's stdout and stderr again. */
+ * The text ends with a zero, but is not always a whole line.  The function must not call mpiattn, and must return: no
+ * exception, no longjmp.  NULL: to the process's stdout and stderr again. */
 typedef void (*mpiattn_output)(const char* text, int is_error, void* context);
 MPIATTN_API int mpiattn_set_output(mpiattn_output output, void* context);
 
