@@ -166,6 +166,7 @@ def attention(
         for name in of_plan.keys() & arrays.keys():
             check_form(name, arrays[name], of_plan[name])
     else:
+        jax.effects_barrier()  # compiled code may be in a call
         with plan.call("jax.attention") as running, running.agreement(check):
             call.check_arguments(arrays)
     return _differentiable()(call, arrays)
@@ -312,7 +313,7 @@ def _run(call: Callable[[dict[str, Any]], Any], results: Any, arrays: dict[str, 
     """Results of a collective call on NumPy arrays: those of an ordered callback where JAX traces, else at once."""
     if _traced(arrays):
         return io_callback(partial(_on_host, call), results, arrays, ordered=True)
-    jax.effects_barrier()  # after all callbacks of compiled code
+    jax.effects_barrier()  # as in `attention`, for a backward pass
     return jax.tree.map(jax.numpy.asarray, _on_host(call, arrays))
 
 
