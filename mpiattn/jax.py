@@ -9,8 +9,8 @@
 
     jax.grad(loss, (0, 1, 2))(q, k, v)         # collective: calls plan.forward and plan.backward
 
-In what JAX traces a pass is an ordered callback (`jax.experimental.io_callback`): compiled code calls it on the host, in
-the order of the program.  In what JAX does not trace it is called at once.
+In what JAX traces a pass is an ordered callback (`jax.experimental.io_callback`): compiled code calls it on the host,
+in the order of the program.  What JAX does not trace is called at once.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 try:
     import jax
 except ImportError as error:
-    raise ImportError(
-        f"mpiattn.jax needs jax ({error}); the `jax` extra has it: pip install 'mpiattn[jax]'"
-    ) from error
+    raise ImportError(f"mpiattn.jax needs jax ({error}); the `jax` extra has it: pip install 'mpiattn[jax]'") from error
 
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
@@ -150,13 +148,11 @@ def attention(
     given = {"q": q, "k": k, "v": v, "sinks": sinks}
     given |= {"bias": bias, "key_bias": key_bias, "alibi_slopes": alibi_slopes, "relative_bias": relative_bias}
     documents = DocumentArguments(cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents, padding)
-    numbers = {**documents._asdict(), "seed": seed}
-    numbers = {name: numbers[name] for name in NUMBERS if isinstance(numbers[name], jax.Array)}
-    arrays = {name: array for name, array in given.items() if array is not None or name in "qk"} | numbers
-    documents = documents._replace(**{name: None for name in numbers if name != "seed"})
-    options = BiasArguments(
-        None, None, None, None, relative_grid, relative_cyclic, dropout, None if "seed" in numbers else seed
-    )
+    numbers: dict[str, Any] = {**documents._asdict(), "seed": seed}
+    traced = {name: numbers.pop(name) for name in NUMBERS if isinstance(numbers[name], jax.Array)}
+    arrays = {name: array for name, array in given.items() if array is not None or name in "qk"} | traced
+    options = BiasArguments(None, None, None, None, relative_grid, relative_cyclic, dropout, numbers.pop("seed", None))
+    documents = DocumentArguments(**numbers)
     # copies, because the caller may change the originals before the call has ended
     call = _Call(plan, *deepcopy((documents, options, bias_shared)), check, verify)
     if _traced(arrays):
@@ -203,7 +199,9 @@ class _Call(NamedTuple):
         static = {**self.documents._asdict(), **self.options._asdict(), "bias_shared": self.bias_shared}
         for name, value in {**static, "check": self.check, "verify": self.verify}.items():
             if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value)):
-                may_be = "one JAX array, or numbers that are none" if name in NUMBERS else "a value that is no JAX array"
+                may_be = (
+                    "one JAX array, or numbers that are none" if name in NUMBERS else "a value that is no JAX array"
+                )
                 raise ArgumentError(f"{name} is or has a JAX array; it must be {may_be}")
         truth("check", self.check), truth("verify", self.verify)
         for name, array in arrays.items():
@@ -223,16 +221,16 @@ class _Call(NamedTuple):
         """Those that all calls of the plan have."""
         documents = {**self.documents._asdict(), **{name: arrays[name] for name in NUMBERS if name in arrays}}
         seed = documents.pop("seed", self.options.seed)
-        of_biases = {name: arrays.get(name) for name in WITH_GRADIENTS}
+        of_biases: dict[str, Any] = {name: arrays.get(name) for name in WITH_GRADIENTS}
         options = self.options._replace(seed=seed if seed is None else int(seed), **of_biases)
         return {"sinks": arrays.get("sinks"), **documents, **({} if options.none else options._asdict())}
 
     def forward(self, arrays: dict[str, Any]) -> tuple[Any, Any]:
         """The forward pass, of NumPy arrays by name."""
-        inputs, given = [arrays.get(name) for name in "qkv"], self.keywords(arrays)
-        out, lse = self.plan.forward(*inputs, check=self.check, **given)
+        q, k, v, given = arrays["q"], arrays["k"], arrays.get("v"), self.keywords(arrays)
+        out, lse = self.plan.forward(q, k, v, check=self.check, **given)
         if self.verify:
-            self.plan.verify(*inputs, out, lse, **given)
+            self.plan.verify(q, k, v, out, lse, **given)
         return out, lse
 
     def backward(self, wanted: Sequence[str], arrays: dict[str, Any]) -> dict[str, Any]:
@@ -240,14 +238,14 @@ class _Call(NamedTuple):
 
         wanted: the biases whose gradients are returned.
         """
-        inputs, given = [arrays.get(name) for name in ("q", "k", "v", "out", "lse")], self.keywords(arrays)
-        dout, dlse = arrays["dout"], arrays.get("dlse")
+        q, k, v, given = arrays["q"], arrays["k"], arrays.get("v"), self.keywords(arrays)
+        out, lse, dout, dlse = arrays["out"], arrays["lse"], arrays["dout"], arrays.get("dlse")
         more: dict[str, Any] = {}
         if any(name in arrays for name in WITH_GRADIENTS):
             more = {"bias_gradients": wanted, "bias_shared": self.bias_shared if "bias" in wanted else None}
-        grads = self.plan.backward(dout, *inputs, dlse=dlse, check=self.check, **given, **more)
+        grads = self.plan.backward(dout, q, k, v, out, lse, dlse=dlse, check=self.check, **given, **more)
         if self.verify:
-            self.plan.verify(*inputs, dout=dout, dlse=dlse, grads=grads, **given, **more)
+            self.plan.verify(q, k, v, out, lse, dout=dout, dlse=dlse, grads=grads, **given, **more)
         names = ["q", "k", "v", *["sinks"] * ("sinks" in arrays), *wanted]
         of = {name: grad for name, grad in zip(names, grads, strict=True) if grad is not None}
         divide(self.plan, of, arrays["bias"].shape if "bias" in arrays else None, self.bias_shared)
@@ -255,7 +253,7 @@ class _Call(NamedTuple):
 
 
 def check_vmap(name: str, array: Any) -> None:
-    """Raise ArgumentError if an array stands for several, as jax.vmap makes them; by a name that JAX keeps to itself."""
+    """Raise ArgumentError if an array stands for several, of jax.vmap; their type is public by its name alone."""
     if type(array).__name__ == "BatchTracer":
         raise ArgumentError(f"{name} is used inside jax.vmap, which cannot batch a collective call; use lax.map")
 
