@@ -296,7 +296,9 @@ def _backward(call: _Call, kept: Any, cotangents: Any) -> Any:
     results = {name: jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in names}
     wanted = [name for name in names if name in wanted]
     grads = _once()(partial(call.backward, wanted), results, arrays | given)
-    return ({name: grads.get(name) for name in arrays if name not in ("out", "lse")},)
+    # zeros, where None is as good, because JAX 0.6 wants the same of every call, whichever biases it differentiates
+    zeros = {name: jax.numpy.zeros_like(arrays[name]) for name in WITH_GRADIENTS if name in arrays}
+    return ({name: (zeros | grads).get(name) for name in arrays if name not in ("out", "lse")},)
 
 
 @cache
