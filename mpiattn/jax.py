@@ -92,7 +92,7 @@ def attention(
     lse and does not compute them again.
 
     JAX may return before a compiled call has run.  Wait by jax.block_until_ready or jax.effects_barrier before another
-    call of mpiattn, or of MPI on several ranks, that is not made by this function; before the plan is closed too.
+    collective call that is not made by this function, of a plan or of MPI.  Closing the plan waits by itself.
 
     The plan's back end is one on the CPU.  jax.vmap, jax.pmap, jax.shard_map, forward-mode differentiation and second
     derivatives are refused.
@@ -161,6 +161,7 @@ def attention(
         of_plan = forms(plan.problem)
         for name in of_plan.keys() & arrays.keys():
             check_form(name, arrays[name], of_plan[name])
+        plan.before_close(jax.effects_barrier)  # compiled code may be in a call then
     else:
         jax.effects_barrier()  # compiled code may be in a call
         with plan.call("jax.attention") as running, running.agreement(check):
