@@ -19,6 +19,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # comp
 jax = pytest.importorskip("jax", reason="jax is not installed (the jax extra has it)")
 
 import jax.numpy as jnp  # noqa: E402  (needs jax)
+from jax.experimental import io_callback  # noqa: E402
 
 from mpiattn.jax import attention  # noqa: E402
 
@@ -255,6 +256,7 @@ def test_order_of_calls(comm, plan, qkv, calls):
         @jax.jit
         def loss(q, first, second):
             a, _ = attention(plan, late(q, first), k, v)
+            io_callback(lambda: calls.append((None, "of the program", {})), None, ordered=True)
             b, _ = attention(other, late(q, second), k, v)
             attention(plan, q, k, v)  # whose results nobody uses
             return late(a.sum(), second) * 2 + late(b.sum(), first)
@@ -265,9 +267,20 @@ def test_order_of_calls(comm, plan, qkv, calls):
             time.sleep(0.1 * (comm.rank % 3))
             jax.grad(loss)(q, *steps).block_until_ready()
             order = [(made is plan, name) for made, name, _ in calls]
-            assert order[:3] == [(True, "forward"), (False, "forward"), (True, "forward")]
-            assert sorted(order[3:]) == [(False, "backward"), (True, "backward")]
+            assert [name for _, name in order[:4]] == ["forward", "of the program", "forward", "forward"]
+            assert [of_plan for of_plan, _ in order[:4]] == [True, False, False, True]
+            assert sorted(order[4:]) == [(False, "backward"), (True, "backward")]
             assert len(set(comm.allgather(tuple(order)))) == 1
+
+
+def test_calls_under_a_condition(plan, qkv, calls):
+    def loss(q, condition):
+        return jax.lax.cond(condition, lambda q: attention(plan, q, *qkv[1:])[0], lambda q: 2 * q, q).sum()
+
+    grad = jax.jit(jax.grad(loss))
+    assert (grad(qkv[0], False) == 2).all() and not calls
+    assert (grad(qkv[0], True) == jax.grad(lambda q: attention(plan, q, *qkv[1:])[0].sum())(qkv[0])).all()
+    assert [name for _, name, _ in calls] == ["forward", "backward"] * 2
 
 
 @pytest.mark.parametrize("then", ["a call", "the end"])
@@ -303,6 +316,8 @@ def test_only_gradients_that_are_wanted(plan, qkv, calls):
             calls.clear()
             grad(qkv[0], bias, slopes)
             assert calls[-1][2]["bias_gradients"] == wanted and calls[-1][2]["dlse"] is None
+    dq, dv = jax.jit(jax.grad(lambda q, v: attention(plan, q, qkv[1], v)[1].sum(), (0, 1)))(qkv[0], qkv[2])
+    assert jnp.isfinite(dq).all() and not dv.any()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
