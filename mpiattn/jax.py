@@ -9,8 +9,8 @@
 
     jax.grad(loss, (0, 1, 2))(q, k, v)         # collective: calls plan.forward and plan.backward
 
-In what JAX traces a pass is an ordered callback (`jax.experimental.io_callback`): compiled code calls it on the host,
-in the order of the program.  What JAX does not trace is called at once.
+In what JAX traces a pass is an ordered callback: compiled code calls it on the host, in the order of the program.  What
+JAX does not trace is called at once.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ except ImportError as error:
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental import io_callback
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from . import backends
 from .arguments.arrays import check_form, check_values
@@ -208,7 +210,6 @@ class _Call(NamedTuple):
         for name, array in arrays.items():
             if not isinstance(array, jax.Array):
                 raise ArgumentError(f"{name} is a {type(array).__name__}; it must be a JAX array")
-            check_vmap(name, array)
         seed = arrays.get("seed")
         if seed is not None and not (seed.shape == () and jax.numpy.issubdtype(seed.dtype, jax.numpy.integer)):
             raise ArgumentError(
@@ -253,12 +254,6 @@ class _Call(NamedTuple):
         return {name: grad.astype(arrays[name].dtype, copy=False) for name, grad in of.items()}
 
 
-def check_vmap(name: str, array: Any) -> None:
-    """Raise ArgumentError if an array stands for several, of jax.vmap; their type is public by its name alone."""
-    if type(array).__name__ == "BatchTracer":
-        raise ArgumentError(f"{name} is used inside jax.vmap, which cannot batch a collective call; use lax.map")
-
-
 def _traced(arrays: dict[str, Any]) -> bool:
     """Whether JAX traces what happens here, by the arrays or as all inside jax.jit."""
     return any(isinstance(array, jax.core.Tracer) for array in (*arrays.values(), jax.numpy.zeros(())))
@@ -276,7 +271,7 @@ def _differentiable() -> Callable[..., Any]:
 def _forward(call: _Call, arrays: dict[str, Any]) -> Any:
     of_rank = forms(call.plan.problem, (len(call.plan.positions), len(call.plan.positions_k)))
     results = tuple(jax.ShapeDtypeStruct(of_rank[name].shape, of_rank[name].dtype) for name in ("out", "lse"))
-    return _once()(call.forward, results, arrays)
+    return _run(call.forward, results, arrays)
 
 
 def _forward_kept(call: _Call, arrays: dict[str, Any]) -> Any:
@@ -291,39 +286,71 @@ def _backward(call: _Call, kept: Any, cotangents: Any) -> Any:
     dout, dlse = cotangents
     given = {} if isinstance(dlse, SymbolicZero) else {"dlse": dlse}
     given["dout"] = jax.numpy.zeros(dout.shape, dout.dtype) if isinstance(dout, SymbolicZero) else dout
-    for name, array in given.items():
-        check_vmap(name, array)
     names = [name for name in DIFFERENTIABLE if name in arrays and (name in wanted or name not in WITH_GRADIENTS)]
     results = {name: jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in names}
     wanted = [name for name in names if name in wanted]
-    grads = _once()(partial(call.backward, wanted), results, arrays | given)
+    grads = _run(partial(call.backward, wanted), results, arrays | given)
     # zeros, where None is as good, because JAX 0.6 wants the same of every call, whichever biases it differentiates
     zeros = {name: jax.numpy.zeros_like(arrays[name]) for name in WITH_GRADIENTS if name in arrays}
     return ({name: (zeros | grads).get(name) for name in arrays if name not in ("out", "lse")},)
 
 
-@cache
-def _once() -> Callable[..., Any]:
-    """`_run`, which cannot be differentiated."""
-    run = jax.custom_vjp(_run, nondiff_argnums=(0, 1))
-    run.defvjp(_refuse, _refuse)
-    return run
-
-
 def _run(call: Callable[[dict[str, Any]], Any], results: Any, arrays: dict[str, Any]) -> Any:
-    """Results of a collective call on NumPy arrays: those of an ordered callback where JAX traces, else at once."""
-    if _traced(arrays):
-        return io_callback(partial(_on_host, call), results, arrays, ordered=True)
-    jax.effects_barrier()  # as in `attention`, for a backward pass
-    return jax.tree.map(jax.numpy.asarray, _on_host(call, arrays))
+    """Results of a collective call on NumPy arrays by name.  results: their shapes and dtypes."""
+    forms, tree = jax.tree.flatten(results)
+    forms = tuple(jax.core.ShapedArray(form.shape, form.dtype) for form in forms)
+    of_call = _host_call()[0].bind(*arrays.values(), call=call, names=tuple(arrays), results=forms)
+    return jax.tree.unflatten(tree, of_call)
 
 
-def _on_host(call: Callable[[dict[str, Any]], Any], arrays: dict[str, Any]) -> Any:
-    return call({name: np.asarray(array) for name, array in arrays.items()})
+@cache
+def _host_call() -> tuple[Primitive, Any]:
+    """JAX's primitive of a call on the host in the order of the program, and the effect by which JAX orders it.
 
+    In compiled code it is an ordered `io_callback`, with which it shares the effect.  But io_callback makes JAX arrays
+    of its arguments, by a copy in a thread of JAX.  Where a rank has one core, there is one thread, and it may be
+    waiting for the callback.  Here they are NumPy arrays of the memory in which compiled code has them.
+    """
+    (effect,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
+    primitive = Primitive("mpiattn_call")
+    primitive.multiple_results = True
 
-def _refuse(*args: Any) -> Any:
-    raise ArgumentError("the gradients of mpiattn.jax.attention cannot be differentiated again")
+    def on_host(call: Any, names: Any, *arrays: Any) -> tuple[Any, ...]:
+        results = call({name: np.asarray(array) for name, array in zip(names, arrays, strict=True)})
+        return tuple(jax.tree.leaves(results))
+
+    def at_once(*arrays: Any, call: Any, names: Any, results: Any) -> list[Any]:
+        jax.effects_barrier()  # as in `attention`, for a backward pass
+        return [*map(jax.numpy.asarray, on_host(call, names, *arrays))]
+
+    def lowered(context: Any, *operands: Any, call: Any, names: Any, results: Any) -> Any:
+        if getattr(context.module_context.axis_context, "num_devices", 1) not in (None, 1):
+            raise ArgumentError("q is spread over several devices of JAX; each rank's arrays must be on one")
+        values, token, _ = mlir.emit_python_callback(
+            context,
+            partial(on_host, call, names),
+            context.tokens_in.get(effect),
+            [*operands],
+            context.avals_in,
+            context.avals_out,
+            has_side_effect=True,
+        )
+        context.set_tokens_out(mlir.TokenSet({effect: token}))
+        return values
+
+    def refuse_vmap(arrays: Any, axes: Any, *, names: Any, **how: Any) -> Any:
+        name = next(name for name, axis in zip(names, axes) if axis is not None)
+        raise ArgumentError(f"{name} is used inside jax.vmap, which cannot batch a collective call; use lax.map")
+
+    def refuse_twice(*args: Any, **how: Any) -> Any:
+        raise ArgumentError("the gradients of mpiattn.jax.attention cannot be differentiated again")
+
+    primitive.def_effectful_abstract_eval(lambda *arrays, results, **how: (results, {effect}))
+    primitive.def_impl(at_once)
+    mlir.register_lowering(primitive, lowered)
+    batching.primitive_batchers[primitive] = refuse_vmap
+    ad.primitive_jvps[primitive] = refuse_twice
+    return primitive, effect
 
 
 def _allow_callbacks() -> None:
@@ -332,7 +359,7 @@ def _allow_callbacks() -> None:
     It refuses effects that are not on its lists, and has no public function that adds one.  Callbacks may be there: JAX
     runs each once and keeps its results.
     """
-    (effect,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
+    _, effect = _host_call()
     try:
         from jax._src import effects
 

@@ -114,7 +114,7 @@ def test_transforms_are_refused(plan, given):
 
     refused = {
         "q is used inside jax.vmap": lambda: jax.vmap(loss)(q[None]),
-        "Cannot `vmap` ordered": lambda: jax.vmap(jax.jit(loss))(q[None]),
+        "^q is used inside jax.vmap": lambda: jax.vmap(jax.jit(loss))(q[None]),
         "dout is used inside jax.vmap": lambda: jax.jacrev(lambda q: attention(plan, q, **given)[0])(q),
         "pmap": lambda: jax.pmap(loss)(q[None]),
         "cannot be differentiated again": lambda: jax.grad(lambda q: jax.grad(loss)(q).sum())(q),

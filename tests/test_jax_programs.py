@@ -1,4 +1,4 @@
-"""The page on JAX: its program and its code; mpiattn.jax where there is no JAX.  See also tests/mpi/test_jax.py."""
+"""Programs in JAX: those of the page on it, one on one core, one without JAX.  See also tests/mpi/test_jax.py."""
 
 import importlib.util
 import os
@@ -42,6 +42,25 @@ for a, b in zip(spread["gradients"], alone["gradients"], strict=True):
     assert abs(b).max() > 1e-4 and abs(a - b).max() < 1e-4 * abs(b).max()
 """
 
+# Compiled calls that JAX begins in its only thread, with arrays that io_callback would copy in that thread too.
+ONE_CORE = """
+import os
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+import jax, jax.numpy as jnp
+from mpi4py import MPI
+from mpiattn import MeshAttention
+from mpiattn.jax import attention
+
+slow = jax.jit(lambda x: x + 0 * jax.lax.fori_loop(0, 50, lambda _, w: jnp.tanh(w @ w), jnp.ones((200, 200))).sum())
+with MeshAttention(MPI.COMM_WORLD, seqlen=2000, heads=4, head_dim=64, window=(8, 8)) as plan:
+    q = jnp.ones((1, 2000, 4, 64))
+    compiled = jax.jit(lambda q: attention(plan, q * 2, q, q)[0])
+    jax.block_until_ready([slow(q), compiled(q)])
+    for _ in range(3):
+        q = compiled(slow(q))
+    print(q.shape)
+"""
+
 
 @needs_example
 def test_training_is_that_of_dense_attention():
@@ -65,6 +84,11 @@ def test_code_of_the_page():
     text = (launch.DOCS / "jax.md").read_text()
     code = re.search(r"<!-- test: step -->\n```python\n(.*?)```", text, re.DOTALL)[1]
     launch.mpirun(3, [sys.executable, "-m", "mpi4py", "-c", BOTH, code], timeout=120, env=QUICK)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="takes JAX (extra jax)")
+def test_one_core():
+    assert "(1, 2000, 4, 64)" in launch.mpirun(1, [sys.executable, "-c", ONE_CORE], timeout=30, env=QUICK).stdout
 
 
 def test_without_jax_names_the_extra(tmp_path):
