@@ -15,7 +15,8 @@ from mpiattn.verify import reference
 
 if MPI.COMM_WORLD.size > 8:
     pytest.skip("many ranks would take long to load JAX", allow_module_level=True)
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiles in half the time
+# Code that is compiled in half the time; several devices, of which a rank may use one.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=2")
 jax = pytest.importorskip("jax", reason="jax is not installed (the jax extra has it)")
 
 import jax.numpy as jnp  # noqa: E402  (needs jax)

@@ -12,7 +12,8 @@ from mpiattn.errors import KeywordError, VerificationError
 
 if MPI.COMM_WORLD.size > 8:
     pytest.skip("many ranks would take long to load JAX", allow_module_level=True)
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiles in half the time
+# Code that is compiled in half the time; several devices, of which a rank may use one.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=2")
 jax = pytest.importorskip("jax", reason="jax is not installed (the jax extra has it)")
 
 import jax.numpy as jnp  # noqa: E402  (needs jax)
@@ -128,10 +129,15 @@ def test_transforms_are_refused(plan, given):
 
 
 def test_several_devices_are_refused(plan, given):
-    mesh, spec = jax.make_mesh((1,), ("devices",)), jax.sharding.PartitionSpec()
+    mesh, spec = jax.make_mesh((2,), ("devices",)), jax.sharding.PartitionSpec()
     spread = jax.shard_map(lambda q: attention(plan, **given | {"q": q})[0], mesh=mesh, in_specs=spec, out_specs=spec)
     with pytest.raises(ArgumentError, match=r"inside jax.pmap or jax.shard_map, over devices; a rank makes each call"):
         spread(given["q"])
+    q = jax.device_put(given["q"], jax.sharding.NamedSharding(mesh, spec))
+    with pytest.raises(
+        ArgumentError, match="q is spread over several devices of JAX; each rank's arrays must be on one"
+    ):
+        jax.jit(lambda q: attention(plan, **given | {"q": q}))(q)
 
 
 def test_plans_that_jax_cannot_have(comm, plan, given, monkeypatch):
