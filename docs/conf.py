@@ -24,7 +24,7 @@ exclude_patterns = ["__pycache__"]
 html_theme = "furo"
 html_title = f"mpiattn {version}"
 
-autodoc_mock_imports = ["torch"]
+autodoc_mock_imports = ["jax", "torch"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 numpydoc_show_class_members = False  # autodoc lists them

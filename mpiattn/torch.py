@@ -28,6 +28,7 @@ from .arguments.documents import DocumentArguments
 from .arguments.untraced import untraced
 from .comm.refusal import of_call, refusing
 from .errors import ArgumentError
+from .plan.gradient_shares import divide
 from .problem.tensors import check_transforms, shared
 from .system.values import truth
 
@@ -203,24 +204,8 @@ class _Attention(torch.autograd.Function):
             plan.verify(q, k, v, out, lse, dout=dout, dlse=dlse, grads=grads, **given, **more)
         names = ["q", "k", "v", *["sinks"] * (sinks is not None), *how.wanted]
         of = dict(zip(names, grads, strict=True))
-        sharing = dict.fromkeys(("sinks", "alibi_slopes", "relative_bias"), plan.q_layout.chunks)
-        if "bias" in of:
-            sharing["bias"] = _copies(plan, biases[0], how.bias_shared)
-        for name, ranks in sharing.items():
-            if name in of and ranks > 1:
-                of[name] = of[name] / ranks
+        divide(plan, of, None if biases[0] is None else biases[0].shape, how.bias_shared)
         return None, None, *[of.get(name) for name in TENSORS]  # torch casts them to the dtypes of the tensors
-
-
-def _copies(plan: MeshAttention, bias: torch.Tensor, shared: Sequence[str] | None) -> int:
-    """The number of planes that have the same tile of a bias, and the sum of all their gradients of it."""
-    p, copies = plan.problem, 1
-    axes = ("batch", p.batch, plan.bias_sequences), ("heads", p.heads, plan.bias_heads)
-    for axis, (name, of_problem, own) in enumerate(axes):
-        of_plane = len(range(of_problem)[own])
-        if bias.shape[axis] == 1 and (of_plane > 1 or name in (shared or ())):
-            copies *= of_problem // of_plane
-    return copies
 
 
 def _saved(ctx: Any) -> tuple[Any, RuntimeError | None]:

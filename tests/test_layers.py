@@ -33,7 +33,7 @@ LIBRARY = [
 ]
 TOOLS = ["tuning", "check", "console", "plots", "bench", "cli"]
 ROOMS = LIBRARY + TOOLS
-TOP = {"", "__main__", "errors", "torch", "version"}  # the modules that are in no package
+TOP = {"", "__main__", "errors", "jax", "torch", "version"}  # the modules that are in no package
 NO_MPI = {"problem", "masks", "schedule", "model", "backends", "arguments", "engine", "plots", "errors", ""}
 PURE = {
     "masks",
@@ -163,7 +163,7 @@ def test_the_docs_draw_the_rooms():
 def test_pure_modules_are_pure(module):
     inside, outside = imports(module, types=False)
     if within(module, PURE):
-        assert not outside & {"mpi4py", "h5py", "cupy", "torch"}
+        assert not outside & {"mpi4py", "h5py", "cupy", "jax", "torch"}
     if within(module, NO_MPI):
         assert "mpi4py" not in outside
     if module in ARITHMETIC:
@@ -194,10 +194,11 @@ def test_private_names_stay_inside(module):
     assert not {f"line {node.lineno}: {ast.unparse(node)}" for node in attributes if node.attr not in own | NOT_PRIVATE}
 
 
-def test_torch_is_optional():
-    """Nobody loads mpiattn.torch but who asks for it."""
-    assert "torch" in MODULES
-    assert not {module for module in MODULES if "torch" in imports(module)[0]}
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_torch_and_jax_are_optional(library):
+    """Nobody loads mpiattn.torch or mpiattn.jax but who asks for it."""
+    assert library in MODULES
+    assert not {module for module in MODULES if library in imports(module)[0]}
 
 
 def test_matplotlib_is_optional():
@@ -262,7 +263,7 @@ def python(code):
 )
 def test_import_loads_nothing_heavy(module):
     loaded = python(f"import sys, {module}; print(*sys.modules)").split()
-    assert not {"mpi4py", "numpy", "h5py", "cupy", "torch", "tqdm", "threadpoolctl"} & set(loaded)
+    assert not {"mpi4py", "numpy", "h5py", "cupy", "jax", "torch", "tqdm", "threadpoolctl"} & set(loaded)
 
 
 @pytest.mark.parametrize("room", sorted(NO_MPI | PURE))

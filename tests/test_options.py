@@ -1,6 +1,7 @@
 """The records of options and arguments: signatures, docstrings and commands have their names and their defaults."""
 
 import re
+from contextlib import suppress
 from dataclasses import MISSING, fields
 from importlib import import_module
 from inspect import Parameter, cleandoc, signature
@@ -71,12 +72,18 @@ def test_arguments_of_the_rings(function):
     assert set(defaults(DecodeArguments)) - set(of_ring) == {"mask", "algorithm", "root"}
 
 
-def and_torch(calls):
-    """The calls, and that of mpiattn.torch where there is torch."""
-    try:
-        return [*calls, import_module("mpiattn.torch").attention]
-    except ImportError:
-        return calls
+def and_others(calls):
+    """The calls, and those of mpiattn.torch and mpiattn.jax where there are torch and JAX."""
+    found = [*calls]
+    for library in ("torch", "jax"):
+        with suppress(ImportError):
+            found.append(import_module(f"mpiattn.{library}").attention)
+    return found
+
+
+def named(function):
+    """The name of a function that is in several modules."""
+    return f"{function.__module__}.{function.__qualname__}"
 
 
 def check_names(function, record):
@@ -86,22 +93,24 @@ def check_names(function, record):
     assert [name for name in of_call if name in of_record] == [*of_record]
 
 
-@pytest.mark.parametrize("function", and_torch(CALLS_WITH_DOCUMENTS), ids=lambda function: function.__qualname__)
+@pytest.mark.parametrize("function", and_others(CALLS_WITH_DOCUMENTS), ids=named)
 def test_arguments_of_documents(function):
     check_names(function, DocumentArguments)
     kinds = signature(function).parameters
     assert {kinds[name].annotation for name in defaults(DocumentArguments) if name != "padding"} == {"PerDocument"}
 
 
-@pytest.mark.parametrize("function", and_torch(CALLS_WITH_BIASES), ids=lambda function: function.__qualname__)
+@pytest.mark.parametrize("function", and_others(CALLS_WITH_BIASES), ids=named)
 def test_arguments_of_biases(function):
-    """With the types of the record, but that torch's function takes tensors."""
+    """With the types of the record, but that other libraries' functions take their arrays, and JAX's a traced seed."""
     check_names(function, BiasArguments)
     kinds = signature(function).parameters
     for name, annotation in BiasArguments.__annotations__.items():
         wanted = annotation.__forward_arg__
         if function not in CALLS_WITH_BIASES:
-            wanted = wanted.replace("Array", "torch.Tensor")
+            of_jax = function.__module__ == "mpiattn.jax"
+            wanted = wanted.replace("Array", "jax.Array" if of_jax else "torch.Tensor")
+            wanted = "int | jax.Array | None" if of_jax and name == "seed" else wanted
         assert kinds[name].annotation == wanted, name
 
 

@@ -6,11 +6,13 @@ An error that is ignored here has to be one (`warn_unused_ignores`).
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 from mpi4py import MPI
 
 import mpiattn
+import mpiattn.jax
 import mpiattn.torch
 from mpiattn import backends
 from mpiattn.backends.base import Backend
@@ -55,7 +57,9 @@ def train(comm: MPI.Intracomm, q: Any, k: Any, v: Any) -> float:
         plan.predicted_trace().waiting.mean()
     mpiattn.MeshAttention(comm, heads=8, head_dim=64)  # type: ignore[call-arg]
     tensors = mpiattn.torch.attention(plan, *map(torch.from_numpy, (dq, dk, dv)))
-    return sent[0] + seconds + len(tensors) + len(plan.positions) + verified
+    traced = mpiattn.jax.attention(plan, *map(jax.numpy.asarray, (dq, dk, dv)), seed=jax.numpy.uint32(1), dropout=0.1)
+    mpiattn.jax.attention(plan, dq, dk, dv, padding="no")  # type: ignore[arg-type]
+    return sent[0] + seconds + len(tensors) + len(traced) + len(plan.positions) + verified
 
 
 def decode(comm: MPI.Intracomm, q: Any, k: Any, v: Any) -> str:

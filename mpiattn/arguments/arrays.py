@@ -53,13 +53,18 @@ def checked_array(backend: Backend, name: str, argument: Any, wanted: Required, 
     writable: True if a result will be written into it.
     """
     array = (backend.writable if writable else backend.array)(name, as_array(name, argument))
+    check_form(name, array, wanted)
+    return array
+
+
+def check_form(name: str, array: Any, wanted: Required) -> None:
+    """Raise ArgumentError unless something with a shape and a dtype has those that are wanted."""
     shape, dtype, _ = wanted
     if array.shape != shape and (len(array.shape) != len(shape) or not all(map(_fits, array.shape, shape))):
         raise ArgumentError(f"{name} has shape {array.shape}; {_in_words(wanted, array.shape)}")
     if array.dtype != dtype and not (isinstance(dtype, tuple) and array.dtype in dtype):
         may_be = " or ".join(map(str, dtype)) if isinstance(dtype, tuple) else dtype
         raise ArgumentError(f"{name} has dtype {array.dtype}; it must be {may_be}")  # another byte order is another one
-    return array
 
 
 def _fits(length: int, wanted: int | tuple[int, ...] | None) -> bool:

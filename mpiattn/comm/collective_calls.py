@@ -74,6 +74,7 @@ class Collective(ABC):
     _backend: Backend
     _mesh: Mesh | None = None
     _raising = False
+    _before_close: tuple[Callable[[], object], ...] = ()
 
     @contextmanager
     def making(self, home: Home) -> Iterator[None]:
@@ -102,6 +103,11 @@ class Collective(ABC):
         """The context of a collective call; for the modules of this package."""
         return Call(self, method, self._backend.new_call)
 
+    def before_close(self, wait: Callable[[], object]) -> None:
+        """Call `wait` when this is closed, unless by an exception; for the modules of this package."""
+        if wait not in self._before_close:
+            self._before_close += (wait,)
+
     def drop(self) -> None:
         """Release what is this object's own, without the other ranks; for the modules of this package."""
         self._home = None
@@ -124,6 +130,8 @@ class Collective(ABC):
 
         The ranks agree on this call too, unless this rank closes because of an exception: it must not wait for others.
         """
+        for wait in () if self._raising else self._before_close:
+            wait()
         call = f"closing {self._name}"
         with home.call(call, lambda: vars(self).copy()):
             if not self._raising and not home.abandoned and is_running():

@@ -31,7 +31,15 @@ _AXES = {
 
 
 def arguments_of(problem: Problem, tokens: tuple[int, int], backend: Backend) -> Arguments:
-    """The `Arguments` of a plan's calls.  tokens: number of this rank's query tokens and of its key tokens."""
+    """The `Arguments` of a plan's calls.  tokens: as of `forms`."""
+    return Arguments(backend, forms(problem, tokens), problem.shared_kv)
+
+
+def forms(problem: Problem, tokens: tuple[int, int] | tuple[None, None] = (None, None)) -> dict[str, Required]:
+    """What the arrays of a plan's calls must be, by name.
+
+    tokens: number of this rank's query tokens and of its key tokens; without them any number is right.
+    """
     p, (q_tokens, k_tokens) = problem, tokens
     rows, keys, by_head = (p.batch, q_tokens, p.heads), (p.batch, k_tokens, p.kv_heads), (p.batch, p.heads, q_tokens)
     q, k, v, out = (*rows, p.head_dim), (*keys, p.head_dim), (*keys, p.value_dim), (*rows, p.value_dim)
@@ -39,8 +47,7 @@ def arguments_of(problem: Problem, tokens: tuple[int, int], backend: Backend) ->
     of_partials = {"lse": by_head, "dlse": by_head, "sinks": (p.heads,), "dsinks": (p.heads,)}
     dtype, of_rows = np.dtype(p.dtype), np.dtype(p.partial_dtype)  # compared in less time than their names
     wanted = {name: Required(shape, dtype, _AXES[name]) for name, shape in shapes.items()}
-    wanted |= {name: Required(shape, of_rows, _AXES[name]) for name, shape in of_partials.items()}
-    return Arguments(backend, wanted, p.shared_kv)
+    return wanted | {name: Required(shape, of_rows, _AXES[name]) for name, shape in of_partials.items()}
 
 
 def compared(activity: Activity, sinks: Array | None, dlse: bool = False) -> dict[str, Any]:
