@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import mpiattn
 from mpiattn.embed.arrays import NAMES
 from mpiattn.embed.build import BuildError, Installed, build
 
@@ -123,3 +124,53 @@ def _argument(argument):
     if isinstance(argument, np.integer):
         return ctypes.c_int64(int(argument))
     return described(argument) if isinstance(argument, np.ndarray) else argument
+
+
+NONE = Handle(0)
+ARGUMENT, HANDLE, CALL, PEER, OF_MPI, FILE, VERIFY = range(1, 8)
+
+
+def arrays_of(plan, seed, dtype="float32"):
+    """(q, k, v, dout) of this rank, drawn."""
+    p, rng = plan.problem, np.random.default_rng(seed)
+    tokens, tokens_k = len(plan.positions), len(plan.positions_k)
+    shapes = (tokens, p.heads, p.head_dim), (tokens_k, p.kv_heads, p.head_dim), (tokens_k, p.kv_heads, p.value_dim)
+    return [rng.standard_normal((p.batch, *shape)).astype(dtype) for shape in (*shapes, (tokens, p.heads, p.value_dim))]
+
+
+def both(c, comm, text, **options):
+    """A plan of C and the same plan of Python."""
+    return c.new("plan_create_text", comm.py2f(), text), mpiattn.MeshAttention(comm, timeout=60, **options)
+
+
+def text_of(c, plan, name, size=500):
+    text = ctypes.create_string_buffer(size)
+    c.ok("plan_text", plan, name, text, ctypes.c_size_t(size))
+    return text.value.decode()
+
+
+def options_of(c, **values):
+    """Options of C: arrays, lists, numbers and texts, each by its own function."""
+    options = c.new("options_create", "")
+    for name, value in values.items():
+        if isinstance(value, np.ndarray):
+            c.ok("options_set_array", options, name, value)
+        elif isinstance(value, list):
+            numbers = np.array(value, np.int64)
+            memory = ctypes.c_void_p(numbers.ctypes.data)
+            c.ok("options_set_integers", options, name, ctypes.c_int64(len(value)), memory)
+        elif isinstance(value, float):
+            c.ok("options_set_real", options, name, value)
+        elif isinstance(value, int):
+            c.ok("options_set_integer", options, name, ctypes.c_int64(value))
+        else:
+            c.ok("options_set_text", options, name, value)
+    return options
+
+
+def changed(q, **fields):
+    """A description of q with other fields."""
+    of = described(q)._obj
+    for name, value in fields.items():
+        setattr(of, name, (ctypes.c_int64 * 8)(*value) if isinstance(value, tuple) else value)
+    return ctypes.byref(of)

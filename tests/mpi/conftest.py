@@ -79,6 +79,15 @@ def comm():
     return MPI.COMM_WORLD
 
 
+@pytest.fixture(scope="session")
+def c(comm):
+    """The library for C programs, built by one rank."""
+    import embedded
+
+    path = comm.bcast(str(embedded.installed().library) if comm.rank == 0 else None)
+    return embedded.Library(path)
+
+
 @pytest.fixture
 def at_least(comm):
     """at_least(n) skips the test, on every rank alike, where there are fewer ranks."""
