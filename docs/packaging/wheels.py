@@ -11,9 +11,9 @@
 | mpiattn-V-py3-none-manylinux_X_Y_aarch64.whl | aarch64 likewise |
 
 The wheels are built from the source distribution, so nothing of the checkout's build gets in.  X.Y is the newest glibc
-of which the compiled kernels use a symbol, as auditwheel reads it off them.  It is that of the C library they are linked
-with: build on the oldest system that you serve.  The compiler is `cc` or $CC for this machine's processor, and for the
-other one aarch64-linux-gnu-gcc or x86_64-linux-gnu-gcc, or what $CC_aarch64 or $CC_x86_64 names.
+of which the compiled kernels use a symbol, as auditwheel reads it off them.  It is that of the C library which they are
+linked with: build on the oldest system that you serve.  The compiler is `cc` or $CC for this machine's processor, and
+for the other one aarch64-linux-gnu-gcc or x86_64-linux-gnu-gcc, or what $CC_aarch64 or $CC_x86_64 names.
 
 The dates in the wheels are SOURCE_DATE_EPOCH, if unset the last commit's, so that the same source and compiler give the
 same wheel.
@@ -51,7 +51,7 @@ def call(command, cwd, **environment):
 
 
 def date():
-    """Seconds since 1970 of the last commit, or 1 January 1980, the first that a wheel can hold, where there is none."""
+    """Seconds since 1970 of the last commit; without git, of 1 January 1980, the first day that a wheel can hold."""
     git = ["git", "-C", ROOT, "log", "-1", "--format=%ct"]
     said = subprocess.run(git, capture_output=True, text=True) if shutil.which("git") else None
     return said.stdout.strip() if said and said.returncode == 0 else "315532800"
