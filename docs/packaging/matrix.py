@@ -5,8 +5,9 @@
 
 For every Python: NumPy the oldest that mpiattn takes and the newest, times mpi4py likewise.  The oldest is the first
 that can be had for this Python: of NumPy as a wheel, of mpi4py before 4.1 one that compiles here, with $MPICC, without
-optimization, by a setuptools of its day.  The other packages that mpiattn needs go by NumPy: all oldest or all newest.  A newest mpi4py runs on the MPICH of PyPI, one
-that was compiled here on the MPI that it was compiled with.
+optimization, by a setuptools of its day.  The other packages that mpiattn needs go by NumPy: all oldest or all newest.
+An mpi4py that comes as a wheel runs on the MPICH of PyPI, one that was compiled here on the MPI that it was compiled
+with.
 
 Each combination runs `mpiattn check` on 3 ranks, tests of NumPy's and the files' ways on 1 process, and tests/mpi's
 first cases on 2 ranks.  A table closes the output; the exit code is 1 if any of them fails or takes too long, or if
