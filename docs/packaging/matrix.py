@@ -127,7 +127,9 @@ class Environments:
                     self.pip(self.base, *words)
             except Failed as error:
                 why = str(error).strip().splitlines()
-                errors = [line.strip() for line in why if "rror" in line and "note:" not in line]
+                errors = [
+                    line.strip() for line in why if re.search(r"\w+Error: |error: (?!subprocess)|ERROR: No", line)
+                ]
                 print(f"Python {self.version}: no {package} {version}: {(errors or why)[0]}", flush=True)
                 continue
             self.first[package] = version
