@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -21,9 +22,11 @@ from mpiattn import backends
 from mpiattn.backends.block import BlockInputs
 from mpiattn.backends.cpu import library
 from mpiattn.system import host
+from mpiattn.version import __version__
 
 pytestmark = [pytest.mark.workshop, pytest.mark.skipif(not launch.DOCS.is_dir(), reason="takes the docs of a checkout")]
-WHEELS = launch.DOCS / "packaging/wheels.py"
+PACKAGING = launch.DOCS / "packaging"
+WHEELS = PACKAGING / "wheels.py"
 MADE = "MPIATTN_WHEELS"  # a folder of what wheels.py has built of this checkout
 FOLDERS = "docs", "kernels", "mpiattn", "slurm", "tests"
 FILES = "LICENSE", "README.md", "pyproject.toml", "setup.py"
@@ -101,6 +104,22 @@ def contents(wheel):
     """{name: bytes} of a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")}
+
+
+def test_recipes_ask_for_what_the_package_asks():
+    """The lower bounds of pyproject.toml, its Python and setuptools, and this version."""
+    text = (launch.ROOT / "pyproject.toml").read_text()
+    bounds = re.findall(r'"([\w-]+)>=([\d.]+)"', re.search(r"^dependencies = \[(.*)\]$", text, re.MULTILINE)[1])
+    recipe, spack = ((PACKAGING / name).read_text() for name in ("recipe.yaml", "spack/package.py"))
+    assert len(bounds) == 6
+    for name, version in [*bounds, re.search(r'requires = \["(setuptools)>=([\d.]+)"', text).groups()]:
+        assert f"    - {name} >={version}\n" in recipe
+        assert f'depends_on("py-{name.replace("_", "-")}@{version}:"' in spack
+    (python,) = re.findall(r'requires-python = ">=([\d.]+)"', text)
+    assert f'depends_on("python@{python}:"' in spack
+    assert f"version: {__version__}\n" in recipe and f'version("{__version__}"' in spack
+    easybuild = only(PACKAGING, f"mpiattn-{__version__}-*.eb").read_text()
+    assert f"\nversion = '{__version__}'\n" in easybuild
 
 
 def test_source(pure):

@@ -21,7 +21,7 @@ class PyMpiattn(PythonPackage):
 
     # It links no MPI: one build serves every MPI that py-mpi4py is built with, so there are no variants.
     depends_on("py-mpi4py@3.1:", type="run")
-    depends_on("py-numpy@2:", type="run")
+    depends_on("py-numpy@2.0:", type="run")
     depends_on("py-h5py@3.11:", type="run")
     depends_on("py-ml-dtypes@0.4:", type="run")
     depends_on("py-threadpoolctl@3.5:", type="run")
@@ -35,4 +35,5 @@ class PyMpiattn(PythonPackage):
     @on_package_attributes(run_tests=True)
     def says_what_it_has(self):
         """With `spack install --test=root`: the back end of the compiled kernels is there."""
-        python("-c", "from mpiattn import backends; assert not backends.find('cpu').missing()")
+        with working_dir(self.prefix):  # not the source's folder, where Python would take that
+            python("-c", "from mpiattn import backends; assert not backends.find('cpu').missing()")
