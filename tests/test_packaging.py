@@ -165,7 +165,7 @@ def needed_glibc(data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("machine", "number"), [("x86_64", 62), ("aarch64", 183)])
+@pytest.mark.parametrize(("machine", "number"), [("x86_64", 62), ("aarch64", 183)], ids=["x86_64", "aarch64"])
 def test_wheels_with_kernels(machine, number, every):
     """number: of the processor, in ELF's header."""
     wheel = wheel_for(every, machine)
