@@ -82,12 +82,13 @@ def _program():
 class Kernels:
     """As `mpiattn.backends.cpu.library.Kernels`, on an emulated processor; never asks its caller meanwhile.
 
-    The processor is one whose best instruction set is that of the name.
+    The processor is one whose best instruction set is that of the name.  program: the words that follow the emulator's
+    options, if not what is compiled here.
     """
 
-    def __init__(self, name):
+    def __init__(self, name, program=()):
         self.name, self.version = name, f"{name} aarch64"
-        command = [EMULATOR, "-cpu", SETS[name][1], _program()[1]]
+        command = [EMULATOR, "-cpu", SETS[name][1], *(program or [_program()[1]])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._read(NAME).rstrip(b"\0").decode() == name
 
@@ -143,6 +144,18 @@ class Kernels:
         data = self._process.stdout.read(count)
         assert len(data) == count, f"the emulated process ended with {self._process.wait(60)}"
         return data
+
+
+def program_of(path, folder):
+    """The words by which the emulator starts the same program with a library's kernels.  folder: for what is made."""
+    compiler, root = shutil.which(COMPILER), Path("/usr/aarch64-linux-gnu")  # with the C library
+    if not compiler or not shutil.which(EMULATOR) or not root.is_dir():
+        pytest.skip(f"no {COMPILER}, {EMULATOR} or {root} on this machine")
+    sources, program = kernel_dir(), folder / "launches"
+    flags = [flag for flag in FLAGS if flag != "-static"]
+    command = [compiler, *flags, f"-I{sources / 'cpu'}", sources / "emulation/launches.c", path, "-o", program]
+    subprocess.run([*command, f"-Wl,-rpath,{path.parent}"], check=True, timeout=launch.patience(60))
+    return "-L", root, program
 
 
 def _rows(launch, operation, name):

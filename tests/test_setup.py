@@ -1,8 +1,10 @@
-"""Installing without a C compiler: the CPU kernels are left out, and all else is there."""
+"""setup.py: without a C compiler the CPU kernels are left out, and all else is there; what its variables may be."""
 
 import os
+import platform
 import subprocess
 import sys
+import zipfile
 
 import launch
 import pytest
@@ -12,19 +14,29 @@ from mpiattn.system import host
 pytestmark = pytest.mark.workshop
 
 
-def test_without_a_compiler(tmp_path):
+def setup(*words, **environment):
+    """The outcome of setup.py."""
     if int((host.version("setuptools") or "0").split(".")[0]) < 77:
         pytest.skip("takes setuptools from 77")
-    outcome = subprocess.run(
-        [sys.executable, "setup.py", "build", "--build-base", tmp_path / "base", "--build-lib", tmp_path / "lib"],
+    return subprocess.run(
+        [sys.executable, "setup.py", *words],
         cwd=launch.ROOT,
-        env={**os.environ, "CC": "/bin/false"},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=120 * launch.time_factor(),
     )
+
+
+def test_without_a_compiler(tmp_path):
+    """The wheel says that it is for every machine."""
+    build, wheel = ("build", "--build-base", tmp_path / "base"), ("bdist_wheel", "-b", tmp_path / "b", "-d", tmp_path)
+    outcome = setup(*build, *wheel, CC="/bin/false")
     assert outcome.returncode == 0, outcome.stderr
     assert 'building extension "mpiattn.backends.cpu._kernels" failed' in outcome.stderr
+    (path,) = tmp_path.glob("*.whl")
+    assert path.name.endswith("-py3-none-any.whl")
+    zipfile.ZipFile(path).extractall(tmp_path / "lib")
     built = tmp_path / "lib" / "mpiattn"
     assert (built / "backends" / "cpu" / "backend.py").is_file() and not list(built.rglob("*.so"))
     code = "import os; from mpiattn import backends; print(backends.find('cpu').missing()); print(backends.get().name)"
@@ -37,3 +49,18 @@ def test_without_a_compiler(tmp_path):
         timeout=60 * launch.time_factor(),
     )
     assert "install mpiattn where there is a C compiler" in outcome.stdout and outcome.stdout.endswith("\nnumpy\n")
+
+
+@pytest.mark.parametrize(
+    ("environment", "text"),
+    [
+        ({"MPIATTN_BUILD_KERNELS": "no"}, "MPIATTN_BUILD_KERNELS is 'no'; it may be 0"),
+        ({"MPIATTN_BUILD_KERNELS": "1", "CC": "/bin/false"}, "/bin/false"),
+        ({"_PYTHON_HOST_PLATFORM": "linux-riscv64", "CC": ""}, f"to build for riscv64 on {platform.machine()}, set CC"),
+    ],
+)
+def test_what_fails(environment, text, tmp_path):
+    words = "build_ext", "--build-temp", tmp_path / "temp", "--build-lib", tmp_path / "lib"
+    outcome = setup(*words, **environment)
+    assert outcome.returncode and text in outcome.stderr
+    assert not list(tmp_path.rglob("*.so"))
