@@ -111,7 +111,8 @@ class Environments:
         """Versions of a package from mpiattn's lower bound on, oldest first."""
         line = re.search("Available versions: (.*)", self.pip(self.base, "index", "versions", package))[1]
         numbers = [text.strip() for text in line.split(",")]
-        return [text for text in reversed(numbers) if parts(text) >= parts(self.bounds[package])]
+        least, *excluded = self.bounds[package]
+        return [text for text in reversed(numbers) if parts(text) >= parts(least) and text not in excluded]
 
     def oldest(self, package):
         """The first version that has a wheel for this Python; of mpi4py, that compiles where there is no wheel."""
@@ -181,11 +182,14 @@ def launcher(mpicc):
 
 
 def bounds_of(wheel):
-    """The lower bounds of what a wheel needs, {package: version}."""
+    """What a wheel needs, {package: [oldest version, versions that it refuses...]}."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        needs = re.findall(r"^Requires-Dist: ([\w-]+)>=([\d.]+)$", archive.read(name).decode(), re.MULTILINE)
-    return {name.replace("-", "_"): version for name, version in needs}
+        needs = re.findall(r"^Requires-Dist: ([\w-]+)([<>=!,.\d]+)$", archive.read(name).decode(), re.MULTILINE)
+    return {
+        name.replace("-", "_"): [*re.findall(r">=([\d.]+)", versions), *re.findall(r"!=([\d.]+)", versions)]
+        for name, versions in needs
+    }
 
 
 def main(words=None):

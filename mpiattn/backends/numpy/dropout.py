@@ -16,10 +16,7 @@ def philox(counter, seed):
     key = [np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)]
     with np.errstate(over="ignore"):
         for _ in range(ROUNDS):
-            products = [  # said, since threads of NumPy 2.1.0 promote as NumPy 1, to 32 bits
-                np.multiply(number, each, dtype=np.uint64)
-                for number, each in zip(MULTIPLIERS, (counter[0], counter[2]))
-            ]
+            products = [number * each for number, each in zip(MULTIPLIERS, (counter[0], counter[2]))]
             (high, low), (high_2, low_2) = (
                 ((product >> HALF).astype(np.uint32), product.astype(np.uint32)) for product in products
             )
