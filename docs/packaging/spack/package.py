@@ -24,7 +24,7 @@ class PyMpiattn(PythonPackage):
     # It links no MPI: one build serves every MPI that py-mpi4py is built with, so there are no variants.
     depends_on("py-mpi4py@3.1:", type="run")
     depends_on("py-numpy@2.0:", type="run")
-    conflicts("^py-numpy@2.1.0")  # it promotes numbers by other rules in threads
+    conflicts("^py-numpy@2.1.0:2.1.1")  # which promote numbers by other rules in threads
     depends_on("py-h5py@3.11:", type="run")
     depends_on("py-ml-dtypes@0.4:", type="run")
     depends_on("py-threadpoolctl@3.5:", type="run")
