@@ -11,6 +11,7 @@ from ..comm.transport import another
 from .arguments import arguments_of
 from .rank_passes import RankPasses
 from .settle import resized
+from .traced import Traced
 from .verified import Verified
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 Plan = TypeVar("Plan", bound="Lifetime")
 
 
-class Lifetime(Verified):
+class Lifetime(Verified, Traced):
     """A plan from its decision to its end."""
 
     _asked: Asked
