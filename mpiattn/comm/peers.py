@@ -21,6 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..errors import ArgumentError, PeerFailure
+from ..system.logs import ERROR, note
 from . import channel as channels
 from .mpi_errors import lost
 
@@ -187,6 +188,7 @@ class Peers:
         failure = (
             f"rank {self.rank} of {self.size} on {socket.gethostname()} has waited {waited}{state and '; '}{state}"
         )
+        note(ERROR, self.rank, "%s", failure)
         self.lost(buffers)
         if self.channel:
             self.channel.alarm(failure)

@@ -50,6 +50,16 @@ class RankTrace(NamedTuple):
     passes: list[Pass]
 
 
+class Trace(NamedTuple):
+    """The last passes of all ranks.
+
+    plan: what was chosen, by name.
+    """
+
+    plan: dict[str, str]
+    ranks: list[RankTrace]
+
+
 class Slice(NamedTuple):
     """An event with a length, in nanoseconds since the first event.
 
@@ -65,28 +75,25 @@ class Slice(NamedTuple):
     receives: list[Ends] = []
 
 
-def write(name: str, path: str | PathLike[str], traces: list[RankTrace], plan: str) -> None:
-    """Write a file, whole or not at all.
-
-    name: of the argument `path`, for the FileError where it cannot be written.  plan: in words.
-    """
+def write(name: str, path: str | PathLike[str], trace: Trace) -> None:
+    """Write a file, whole or not at all.  name: of the argument `path`, for the FileError where that is impossible."""
     about = {
         "program": f"mpiattn {__version__}",
-        "plan": plan,
+        "plan": trace.plan,
         "clocks": "times are by the clock of rank 0; that of each other rank was compared with it",
         "ranks": [
             {
-                "rank": trace.rank,
-                "host": trace.host,
-                "clock_ahead_us": round(trace.clock.ahead * 1e6, 3),
-                "clock_error_us": round(trace.clock.bound * 1e6, 3),
+                "rank": each.rank,
+                "host": each.host,
+                "clock_ahead_us": round(each.clock.ahead * 1e6, 3),
+                "clock_error_us": round(each.clock.bound * 1e6, 3),
             }
-            for trace in traces
+            for each in trace.ranks
         ],
     }
     with NewFile(name, path, (), JSON) as new, open(new.partial, "w") as file:
         file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(about) + ',\n"traceEvents": [\n')
-        for i, event in enumerate(events(traces)):
+        for i, event in enumerate(events(trace.ranks)):
             file.write((",\n" if i else "") + json.dumps(event, separators=(",", ":")))
         file.write("\n]}\n")
 
@@ -150,7 +157,7 @@ def _slices(trace: RankTrace, first: float, arriving: dict[Regroup, dict[str, in
                 yield Slice("blocks", name, at(step.posted), at(step.computed), blocks)
             if i in awaited:
                 waits = of_step | {"for": awaited[i]}
-                yield Slice("waits", ", ".join(awaited[i]), at(step.computed), at(step.ended), waits)
+                yield Slice("waits", f"for {', '.join(awaited[i])}", at(step.computed), at(step.ended), waits)
         for part in done.regrouped:
             received = arriving.get((done.direction, part.given, trace.rank), {})
             moves = _bytes("sent", _by_rank(part.sent)) | _bytes("received", received)
@@ -175,7 +182,7 @@ def _name(moved: Transfer) -> str:
 def _name_of_blocks(blocks: list[tuple[int, int]]) -> str:
     if len(blocks) == 1:
         return "Q{} x KV{}".format(*blocks[0])
-    return number(len(blocks), "block") if blocks else "no block"
+    return number(len(blocks), "block") if blocks else "posts transfers"
 
 
 def _by_rank(messages: Messages) -> dict[str, int]:

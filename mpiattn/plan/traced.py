@@ -9,7 +9,8 @@ from ..comm.agreement import agreement
 from ..comm.clocks import clocks
 from ..comm.refusal import of_call, refusing
 from ..errors import ArgumentError
-from ..files.trace_file import RankTrace, write
+from ..files.trace_file import RankTrace, Trace, write
+from .description import Described
 from .distribution import Distributed
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from .rank_passes import RankPasses
 
 
-class Traced(Distributed):
+class Traced(Described, Distributed):
     """A plan whose last passes can be written to a file."""
 
     _passes: RankPasses
@@ -52,14 +53,14 @@ class Traced(Distributed):
                     raise ArgumentError(f"path is {path!r}; it must be a str or a path")
                 same["path"] = os.fspath(path)
                 passes = self._recorded()
-            traces = self._together(call, passes)
+            trace = self._together(call, passes)
             with agreement(call.peers, only=0):
-                if traces is not None:
-                    write("path", path, traces, repr(self))
+                if trace is not None:
+                    write("path", path, trace)
 
-    def traces(self) -> list[RankTrace] | None:
+    def whole_trace(self) -> Trace | None:
         """What `save_trace` writes, on rank 0; None on others; collective; for the modules of this package."""
-        with self.call("traces") as call:
+        with self.call("whole_trace") as call:
             with call.agreement():
                 passes = self._recorded()
             return self._together(call, passes)
@@ -70,10 +71,21 @@ class Traced(Distributed):
             raise ArgumentError("the plan has made no pass yet; call forward or backward before its trace is saved")
         return passes
 
-    def _together(self, call: Call, passes: list[Pass]) -> list[RankTrace] | None:
+    def _together(self, call: Call, passes: list[Pass]) -> Trace | None:
         """The passes of all ranks, on rank 0."""
         home = self._check_open()
         of_ranks, by_rank = clocks(call.peers, home.nodes), call.peers.gather(passes)
         if of_ranks is None or by_rank is None:
             return None
-        return [RankTrace(rank, *each) for rank, each in enumerate(zip(home.hosts, of_ranks, by_rank))]
+        chosen = {
+            "problem": str(self.problem),
+            "tile": str(self.tile),
+            "layout": self.q_layout.kind,
+            "mesh_layout": self.mesh_layout,
+            "schedule": self.schedule.name,
+            "route": self.route,
+            "backend": self.backend,
+            "transport": self.transport,
+        }
+        ranks = [RankTrace(rank, *each) for rank, each in enumerate(zip(home.hosts, of_ranks, by_rank))]
+        return Trace(chosen, ranks)

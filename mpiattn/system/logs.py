@@ -10,7 +10,7 @@ from .launch_variables import launch_rank
 LOGGER = logging.getLogger("mpiattn")
 LOGGER.addHandler(logging.NullHandler())  # else Python prints warnings of a program that has set up nothing
 FILES = logging.getLogger("mpiattn.files")
-DEBUG, INFO, WARNING, ERROR = logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR
+DEBUG, INFO, ERROR = logging.DEBUG, logging.INFO, logging.ERROR
 
 
 def note(level: int, rank: int, text: str, *values: object) -> None:
