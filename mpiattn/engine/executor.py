@@ -285,8 +285,9 @@ class Executor:
         step, transfer = self.to_post.popleft()
         if self.coming is not None and transfer.kind == self.coming.kind:
             self._wait_for_own()
+        begun = clock()  # before: the other rank may have it all before this one looks at its clock again
         posted = self.transfers.post(transfer)
-        posted.step, posted.begun = step, clock()
+        posted.step, posted.begun = step, begun
         self.under_way.append(posted)
 
     def _post_ahead(self):
