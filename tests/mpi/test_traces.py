@@ -130,6 +130,7 @@ def test_all_that_is_sent(group, path_of, schedule):
         how = {"causal": number % 2 == 0, "layout": ("zigzag", "contiguous")[number % 2]}
         how["mesh_layout"] = "auto" if number % 3 else "striped"
         how["route"] = "ring" if number == 1 else "direct"
+        how["window"] = (9, 9) if number == 1 else None
         trace, sent, plan = traced(group, path, tile=tile, schedule=schedule, **how)
         if group.rank == 0:
             check_threads(trace, group.size)
