@@ -49,6 +49,7 @@ def train(comm: MPI.Intracomm, q: Any, k: Any, v: Any) -> float:
     with mpiattn.MeshAttention(comm, seqlen=4099, heads=8, head_dim=64, window=(1024, None), tile=(2, 2)) as plan:
         out, lse = plan.forward(q, k, v, cu_seqlens=[0, 1000, 4099], progress=print)
         dq, dk, dv = plan.backward(out, q, k, v, out, lse, causal_documents=[[True, False]])
+        plan.save_trace("trace.json")
         seconds: float = plan.trace().seconds  # type: ignore[union-attr]  # None before the first pass
         verified: bool = plan.verify(q, k, v, out, lse, dout=out, grads=(dq, dk, dv), samples=None).passed
         plan.forward(q, k, v, check="no")  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from mpi4py import MPI
 from .. import backends
 from ..arguments.arrays import on_host
 from ..console.progress import Progress
+from ..files.trace_file import Trace
 from ..model.machine import PRODUCTS
 from ..plan.mesh_attention import MeshAttention
 from ..verify import compare, gradients
@@ -155,6 +156,7 @@ class Measured(NamedTuple):
     which: the index of each case's plan.
     plans: for each its "facts" and its "passes", by pass a list by rank of `Subject.measurements`.
     timelines: (predicted, measured) of the first case by pass, each by rank of the mesh.
+    trace: the `Trace` of its last run, on rank 0, if it was asked for; else None.
     """
 
     plan: MeshAttention
@@ -162,6 +164,7 @@ class Measured(NamedTuple):
     which: list
     plans: list
     timelines: dict
+    trace: Trace | None
 
 
 def _chosen(case, plan):
@@ -197,11 +200,11 @@ def _subjects(job, cases, how, passes, biases):
     return list(subjects.values()), which
 
 
-def measure(job, cases, how, passes, runs, warmup, biases):
+def measure(job, cases, how, passes, runs, warmup, biases, traced=False):
     """Measure every case of one size; returns `Measured`; collective.
 
     how: keyword arguments of `mpiattn.MeshAttention` that the cases share.  passes: names of directions, in order.
-    biases: more arguments of `Subject`.
+    biases: more arguments of `Subject`.  traced: whether to keep the trace of the first case.
     """
     peers = job.peers
     asked, which = job("plan", lambda: _subjects(job, cases, how, passes, biases))
@@ -235,8 +238,9 @@ def measure(job, cases, how, passes, runs, warmup, biases):
     plan = subjects[which[0]].plan
     traces = [dict(peers.allgather((plan.chunk, plan.trace(name)))) for name in passes]
     timelines = {name: (plan.predicted_trace(name), trace) for name, trace in zip(passes, traces)}
+    trace = plan.whole_trace() if traced else None
     for subject in subjects:
         subject.plan.close()
     one_rank.close()
     compute = EMULATED if one_rank.known else "real"
-    return Measured(plan, compute, which, plans, timelines)
+    return Measured(plan, compute, which, plans, timelines, trace)

@@ -10,6 +10,7 @@ from ..console.blas_environment import limit_threads, name_core_type
 from ..console.parser import Parser
 from ..errors import MpiattnError
 from ..system.launch_variables import launch_rank
+from ..system.logs import print_notes_of_files
 from ..version import __version__
 
 COMMANDS = {
@@ -66,6 +67,7 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     limit_threads()  # before anything imports NumPy
     name_core_type()
+    print_notes_of_files()
     command = next((word for word in argv if word in COMMANDS), None)
     if command in UNDER_MPI:
         if launch_rank(None) is not None:

@@ -44,13 +44,14 @@ from ..console import options
 from ..console.json_file import check_json, report_parts
 from ..console.launch import on_all_ranks
 from ..errors import ArgumentError
+from ..files.trace_file import write as write_trace
 from ..model import cost
 from ..model.space import DIRECTIONS
 from ..plots import style
 from ..plots.timeline import timeline
 from ..schedule.route import ROUTES
 from ..system import host
-from ..system.atomic_file import HDF5, check_target
+from ..system.atomic_file import HDF5, JSON, check_target
 from ..version import __version__
 from . import kernel
 
@@ -107,6 +108,7 @@ def add_arguments(parser):
         help="draw the timeline of the slowest rank in the last run of the first case, predicted above "
         "measured: FILE.png, .svg or .pdf; needs the extra `plot`",
     )
+    options.add_trace(parser, "of the last run of the first case")
     parser.add_argument("--hdf5", metavar="FILE", help="write every run of every rank as HDF5 too, whole or not at all")
     for kind in KINDS.values():
         kind.add_arguments(parser)
@@ -144,6 +146,8 @@ def _check(args):
         check_target("--hdf5", args.hdf5, (), HDF5)
     if args.plot:
         style.check("--plot", args.plot)
+    if args.trace is not None:
+        check_target("--trace", args.trace, filter(None, [args.json, args.hdf5]), JSON)
 
 
 def _sweep(job, args):
@@ -160,7 +164,10 @@ def _sweep(job, args):
     biases = options.given(args, "alibi", "bias")
     data, passes = {"mpiattn": __version__, "ranks": comm.size, **_environment(peers)}, []
     for number, of_size in enumerate(asked, 1):
-        measured = measure.measure(job, of_size, how, DIRECTIONS[args.direction], args.runs, args.warmup, biases)
+        last = number == len(asked)
+        counts = args.runs, args.warmup
+        traced = bool(args.trace) and last
+        measured = measure.measure(job, of_size, how, DIRECTIONS[args.direction], *counts, biases, traced)
         plan = measured.plan
         by_plan = [passes_of(figures, plan.problem) for figures in measured.plans]
         summaries = [{name: timed.summary() for name, timed in of_plan.items()} for of_plan in by_plan]
@@ -179,8 +186,10 @@ def _sweep(job, args):
         with agreement(peers, only=0):
             if comm.rank == 0 and args.hdf5:
                 write_hdf5(args.hdf5, data, passes)
-            if comm.rank == 0 and args.plot and number == len(asked):
+            if comm.rank == 0 and args.plot and last:
                 _plot(args.plot, measured, measured_cases[0])
+            if measured.trace:
+                write_trace("--trace", args.trace, measured.trace)
         head = report.head_text(data) + "\n" if number == 1 else ""
         yield data, head + report.size_text(measured_cases, data)
 

@@ -36,6 +36,7 @@ from ..console.progress import Progress
 from ..files.finite import nonfinite
 from ..files.hdf5 import read_shapes
 from ..files.io import Input, Output, Wanted, Written
+from ..files.trace_file import write as write_trace
 from ..plan.mesh_attention import MeshAttention
 from ..problem.documents import documents as check_documents
 from ..problem.documents import padding_of
@@ -43,6 +44,7 @@ from ..problem.problem import Problem
 from ..schedule import travels
 from ..schedule.needed import Activity
 from ..schedule.tile import Tile
+from ..system.atomic_file import JSON, check_target
 from ..verify import compare, gradients
 from . import biases, opening
 from .documents import read_documents
@@ -75,11 +77,20 @@ def add_arguments(parser):
     )
     options.add_timeout(parser)
     options.add(parser, "json")
+    options.add_trace(parser, "of the forward pass and, with --backward, the backward pass")
 
 
 def run(args):
     """`mpiattn run`."""
     return on_all_ranks(lambda job: _run(job, args), args.timeout)
+
+
+def _check(args):
+    """Raise FileError if a file that the run makes could not be written, or is one that it needs."""
+    others = args.input, args.output
+    check_json(args.json, others)
+    if args.trace is not None:
+        check_target("--trace", args.trace, [*others, *filter(None, [args.json])], JSON)
 
 
 def _peak():
@@ -89,7 +100,7 @@ def _peak():
 
 def _run(job, args):
     comm, peers = job.comm, job.peers
-    job.on_rank_0(lambda: check_json(args.json, (args.input, args.output)))
+    job.on_rank_0(lambda: _check(args))
     before = _peak()
     look = partial(read_shapes, backward=args.backward, names=args.names, grid=args.grid)
     source = Input(peers, args.input, args.max_message, look, names=args.names, axes=args.axes, grid=args.grid)
@@ -124,6 +135,7 @@ def _run(job, args):
     output = Output(peers, args.output, results | of_biases, chosen, (args.input,), args.max_message, **how)
     try:
         results, local, odd = _compute(job, args, plan, source, documents, activity, added)
+        trace = plan.whole_trace() if args.trace else None
         plan.close()  # frees its buffers before the verification
         reports = job("verify", lambda: _verify(peers, plan, source, results, documents, added)) if args.verify else {}
         source.close()
@@ -133,6 +145,8 @@ def _run(job, args):
     local["peak_bytes"], local["peak_bytes_before"] = _peak(), before
     ranks = peers.allgather(local)
     results = args, plan, chosen, job.seconds, ranks, reports, odd
+    if args.trace:
+        job.on_rank_0(lambda: write_trace("--trace", args.trace, trace))
     report(job, args.json, lambda: (as_json(*results), as_text(*results)))
     return 0
 

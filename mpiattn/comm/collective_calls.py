@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..arguments.untraced import keep_untraced
 from ..errors import ArgumentError, CopyError, MpiattnError, PeerFailure
+from ..system.logs import DEBUG, LOGGER, note
 from .agreement import agreement
 from .caller_comm import check_running, is_running
 from .transport import in_words
@@ -46,6 +47,8 @@ class Call:
         except BaseException:
             self._home.withdraw(self.name, self)
             raise
+        if LOGGER.isEnabledFor(DEBUG):  # asked here, as it takes less time than a call
+            note(DEBUG, self.peers.rank, "%s", self.name)
         return self
 
     def __exit__(

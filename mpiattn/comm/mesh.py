@@ -25,6 +25,7 @@ import threading
 from mpi4py import MPI
 
 from ..errors import MpiattnError, PeerFailure
+from ..system.logs import ERROR, note
 from . import channel as channels
 from . import endings
 from .agreement import agreement, is_everywhere
@@ -257,6 +258,7 @@ class Home:
         self.abandoned = why or self.channel.failure or "a rank did not come"
         if self.owner is not None and self.owner.Get_attr(_KEY) is self:  # not yet set if making the home failed
             self.owner.Delete_attr(_KEY)
+        note(ERROR, self.comm.rank, "no plan or cache on this communicator can be used any more: %s", self.abandoned)
         self.plans.clear()
         keep_forever(self)  # MPI may still use its buffers
         endings.abort_if_uncaught()

@@ -21,6 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..errors import ArgumentError, PeerFailure
+from ..system.logs import ERROR, note
 from . import channel as channels
 from .mpi_errors import lost
 
@@ -187,6 +188,7 @@ class Peers:
         failure = (
             f"rank {self.rank} of {self.size} on {socket.gethostname()} has waited {waited}{state and '; '}{state}"
         )
+        note(ERROR, self.rank, "%s", failure)
         self.lost(buffers)
         if self.channel:
             self.channel.alarm(failure)
@@ -238,6 +240,19 @@ class Peers:
         with keeping(whole):
             self.wait([self.comm.Ibcast([whole, MPI.BYTE])])
         return pickle.loads(whole.tobytes())
+
+    def gather(self, value: Value) -> list[Value] | None:
+        """The value of every rank, anything that can be pickled, as a list by rank on rank 0; None on the others."""
+        pickled = np.frombuffer(pickle.dumps(value), np.uint8)
+        lengths = self.each([len(pickled)])[:, 0]
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        everything = np.empty(starts[-1] if self.rank == 0 else 0, np.uint8)
+        with keeping(pickled, everything):
+            received = [everything, lengths, starts[:-1], MPI.BYTE] if self.rank == 0 else None
+            self.wait([self.comm.Igatherv([pickled, MPI.BYTE], received)])
+        if self.rank:
+            return None
+        return [pickle.loads(everything[start:stop].tobytes()) for start, stop in pairwise(starts)]
 
     def allgather(self, value: Value) -> list[Value]:
         """The value of every rank, anything that can be pickled, as a list by rank; one message where all are short."""

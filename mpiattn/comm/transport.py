@@ -12,6 +12,7 @@ from .. import backends
 from ..errors import ArgumentError
 from ..system import gpu_aware_mpi, gpu_probe
 from ..system.choices import one_of
+from ..system.logs import INFO, note
 from .agreement import agreement, everywhere
 from .available import agreed_backend
 from .near import connect
@@ -65,7 +66,7 @@ def make_backend(peers, nodes, name, transport, known=None):
     known = known or Known()
     if name not in known.names:
         known.names[name] = agreed_backend(peers, name)
-    name, asked, why, sure = known.names[name], transport, "as asked for", True
+    given, name, asked, why, sure = name, known.names[name], transport, "as asked for", True
     on_gpu = backends.find(name).on_gpu
     if on_gpu and asked == "auto":
         transport, why, sure = _chosen(peers)
@@ -91,6 +92,8 @@ def make_backend(peers, nodes, name, transport, known=None):
             why = f"{why}, and no CUDA IPC: {lacking}"
     if on_gpu:
         backend.transport_why = why
+    sends = f", transport {in_words(backend)}" if on_gpu else ""
+    note(INFO, peers.rank, "back end %s%s; asked for: %s, transport %s", backend.name, sends, given, asked)
     return backend
 
 

@@ -221,6 +221,16 @@ def add_direction(parser, meaning):
     )
 
 
+def add_trace(parser, when):
+    """--trace, for `mpiattn.files.trace_file.write`.  when: which passes it has."""
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="write what every rank did and when, its blocks, waits and transfers, as a trace that "
+        f"https://ui.perfetto.dev opens (JSON), {when}; whole or not at all",
+    )
+
+
 def add_axes(parser, files):
     """--axes, for `mpiattn.files.io.Input`; None where it is not given."""
     parser.add_argument(

@@ -1,5 +1,6 @@
 """A rank's own chunk of the mesh while its tokens are still on their way from the caller's ranks."""
 
+from time import perf_counter as clock
 from typing import NamedTuple
 
 PIECES = 4  # at most so many pieces of a chunk are waited for one by one
@@ -22,12 +23,13 @@ class Coming:
 
     kind: "Q" or "KV", the kind of chunk that may come during the pass; `wait_for_other` waits for the other one.
     where: what the rank does, for error messages.
+    arrived: when the last of them was there, by the clock.
     """
 
     def __init__(self, backend, exchange, kind, where):
         self.backend, self.exchange, self.kind, self.where = backend, exchange, kind, where
         self._parts, self._other = {}, _Part(range(0), [], [])  # parts by their tokens
-        self._sends, self._sent = [], []
+        self._sends, self._sent, self.arrived = [], [], 0.0
         self.posting = ()  # what is about to be posted: an interrupt may come before `add` and `send`
 
     @property
@@ -100,6 +102,7 @@ class Coming:
             self.backend.wait(event)
         for event in [self.backend.copy(*place) for _, places in messages for place in places]:
             self.backend.wait(event)
+        self.arrived = clock()
 
     def finish(self):
         """Wait for what leaves."""

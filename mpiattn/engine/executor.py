@@ -60,7 +60,8 @@ class Executor:
         self.coming = None  # the `Coming` of the last pass, or None
         self.biases = None  # its `Biases`, or None
         self.needs = None  # of the last pass: needs_memory as for `Buffers.fit`, and whether it had biases
-        self.times, self.moves = [], []  # of the last pass: its `StepTimes` and `Moved`, by the clock
+        self.done = None  # the `RankSteps` of the last pass, and by the clock:
+        self.times, self.moves = [], []  # its `StepTimes`, and (transfer, step, begun, arrived) of what moved
         self.number, self.began = 0, 0.0  # of the current step, and when the pass began, by the clock
         self.to_post, self.under_way = deque(), deque()  # transfers of the pass, in order of posting
         needs_memory = {}
@@ -116,7 +117,7 @@ class Executor:
         self.chunks.begin(q, kv, q_ready)
         self.number, self.began = 0, clock()
         self.to_post, self.under_way = deque(self.steps.transfers), deque()
-        self.times, self.moves = [], []
+        self.done, self.times, self.moves = self.steps, [], []
         for number, step in enumerate(self.steps.steps):
             self.number, self.where = number, self.steps_in_words[number]
             posted = clock()
@@ -146,7 +147,10 @@ class Executor:
         if not self.times:
             return None
         steps = tuple(StepTimes(*(time - self.began for time in times)) for times in self.times)
-        moves = tuple(Moved(*which, begun - self.began, arrived - self.began) for *which, begun, arrived in self.moves)
+        moves = tuple(
+            Moved(transfer.kind, transfer.hop, step, begun - self.began, arrived - self.began)
+            for transfer, step, begun, arrived in self.moves
+        )
         return Timeline(self.schedule.direction, steps, moves, steps[-1].ended)
 
     # Blocks
@@ -281,8 +285,9 @@ class Executor:
         step, transfer = self.to_post.popleft()
         if self.coming is not None and transfer.kind == self.coming.kind:
             self._wait_for_own()
+        begun = clock()  # before: the other rank may have it all before this one looks at its clock again
         posted = self.transfers.post(transfer)
-        posted.step, posted.begun = step, clock()
+        posted.step, posted.begun = step, begun
         self.under_way.append(posted)
 
     def _post_ahead(self):
@@ -324,8 +329,7 @@ class Executor:
             self.exchange.wait(posted.requests, self.where)
             posted.arrived = clock()
         if posted.requests:
-            hop = 0 if transfer.collective else transfer.hops[0].hop
-            self.moves.append((transfer.kind, hop, posted.step, posted.begun, posted.arrived))
+            self.moves.append((transfer, posted.step, posted.begun, posted.arrived))
         for array in posted.leaving:
             self.backend.sent(array)
         if posted.arriving is not None:

@@ -8,6 +8,8 @@ Of several sequences that no other rank of the plane needs, chunks of the mesh a
 lie in memory sequence after sequence, if launches take them so: copies between them and the caller's arrays are faster.
 """
 
+from time import perf_counter as clock
+
 import numpy as np
 
 from ..backends.wire import in_place
@@ -32,6 +34,7 @@ class Regroup:
 
     regrouping: the plan's `Regrouping`.
     tokens, heads, sequences: as of `Identity`; tokens are those of the caller's arrays.
+    times: {direction: when the exchange before its last pass began and ended, and that after it, by the clock}.
     """
 
     def __init__(self, regrouping, tokens, mesh, backend, exchange):
@@ -48,6 +51,7 @@ class Regroup:
         self._chunks = {}  # this rank's chunks of the mesh, by name and whether they are given
         self._packed = {}  # rows of messages, by these and the end at which they are packed
         self._memory = []  # what both lie in
+        self.times, self._began = {}, 0.0
         self._results = {}  # by direction whose memory is made, the results of the mesh as its caller has them
         self._prepare("forward")
 
@@ -161,6 +165,7 @@ class Regroup:
 
         prepared: of `prepare`.  The chunks of the other kind are here.
         """
+        self._began = clock()
         outer, of_delta = prepared
         if of_delta:
             self.backend.delta(*of_delta)
@@ -227,6 +232,7 @@ class Regroup:
 
         Arguments as of `Identity`.
         """
+        giving = clock()
         self._inner.give(direction, partials, accumulators, self._prepare(direction))
         self.backend.finish()
         self.coming.finish()
@@ -273,6 +279,7 @@ class Regroup:
                 sums[place] = rows, region
         for rows, region in sums.values():
             self.backend.copy(region, self._unpacked(rows))
+        self.times[direction] = self._began, self.coming.arrived, giving, clock()
 
     def _receive(self, name, peer, rows):
         """Post a message of the array `name`; returns its requests."""

@@ -25,7 +25,7 @@ class Posted:
     arriving: the chunk that they belong to, None if nothing is received.
     then: called when that has arrived.
     step: the number of the step that needs it.
-    begun, arrived: clock in seconds when it was posted and when it was found complete.
+    begun, arrived: clock in seconds before it was posted and when it was found complete.
     """
 
     transfer: BoundTransfer

@@ -8,19 +8,23 @@ from ..comm.exchange import Exchange
 from ..comm.peers import time_limit
 from ..comm.refusal import of_call, refusing
 from ..comm.transport import another
+from ..system.logs import INFO, LOGGER, note
 from .arguments import arguments_of
 from .rank_passes import RankPasses
 from .settle import resized
+from .traced import Traced
 from .verified import Verified
 
 if TYPE_CHECKING:
     from ..comm.mesh import Home
     from .options import Asked
 
+CHOSEN = "tile", "layout", "mesh_layout", "schedule", "route"  # options that "auto" chooses
+
 Plan = TypeVar("Plan", bound="Lifetime")
 
 
-class Lifetime(Verified):
+class Lifetime(Verified, Traced):
     """A plan from its decision to its end."""
 
     _asked: Asked
@@ -36,9 +40,20 @@ class Lifetime(Verified):
         self._share = self._decision.share(self._mesh.rank)
         self._arguments = arguments_of(self.problem, self._passes.tokens, self._backend)
 
-    def _begin(self, home: Home) -> None:
-        """Take calls from now on."""
+    def _begin(self, home: Home, model: str = "") -> None:
+        """Take calls from now on.  model: the plan that it has its choices from, in words."""
         self._join(home, self._exchange.peers)
+        if LOGGER.isEnabledFor(INFO):
+            note(INFO, self.rank, "%s is %r: %s", self._name, self, f"as {model}" if model else self._why())
+
+    def _why(self) -> str:
+        """What was chosen, by what, in words."""
+        asked = self._asked.options
+        chosen = [name for name in CHOSEN if isinstance(getattr(asked, name), str) and getattr(asked, name) == "auto"]
+        seconds = f"{self.predicted_seconds:.3g} s for direction {asked.direction} on machine {self.machine.name}"
+        if not chosen:
+            return f"all as asked for; predicted: {seconds}"
+        return f"{', '.join(chosen)} chosen by the shortest predicted time, {seconds}"
 
     @refusing("like", of_call("like"))
     def like(self: Plan, *, seqlen: int | None = None, seqlen_k: int | None = None) -> Plan:
@@ -74,7 +89,7 @@ class Lifetime(Verified):
             other._prepare(home)
             same["schedule"] = other.schedule  # built separately on every rank
         home.share(self._mesh)
-        other._begin(home)
+        other._begin(home, self._name)
         return other
 
     def close(self) -> None:

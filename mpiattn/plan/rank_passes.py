@@ -14,6 +14,7 @@ from ..engine.identity import Identity
 from ..engine.passes import PASSES
 from ..engine.plane_sums import sum_over
 from ..engine.pool import Pool
+from ..engine.record import Pass, Regrouped, record
 from ..engine.regroup import Regroup
 
 if TYPE_CHECKING:
@@ -163,6 +164,31 @@ class RankPasses:
         whole = np.zeros(self._decision.problem.heads, of_heads.dtype)
         whole[self._way.heads] = of_heads
         return whole
+
+    def recorded(self) -> list[Pass]:
+        """The last pass of each direction on this rank, with the ranks of the caller's communicator."""
+        passes = (record(executor, self._caller_of, self._regrouped(name)) for name, executor in self.executors.items())
+        return [each for each in passes if each is not None]
+
+    def _caller_of(self, chunk: int) -> int:
+        """The rank of the caller's communicator that has a chunk of this rank's plane."""
+        return self._caller_of_mesh(self.mesh.rank - self.mesh.chunk + chunk)
+
+    def _caller_of_mesh(self, rank: int) -> int:
+        return rank if self._decision.mesh_order is None else self._decision.mesh_order[rank]
+
+    def _regrouped(self, direction: str) -> list[Regrouped]:
+        """The exchanges of this rank before and after the last pass of a direction."""
+        regrouping = self._decision.regrouping
+        if regrouping is None or not isinstance(self._way, Regroup) or direction not in self._way.times:
+            return []
+        took, came, gave, returned = self._way.times[direction]
+
+        def exchange(given: bool, begun: float, ended: float) -> Regrouped:
+            sent = regrouping.messages(self.mesh.rank, direction, (given,))
+            return Regrouped(given, begun, ended, [(self._caller_of_mesh(peer), nbytes) for peer, nbytes in sent])
+
+        return [exchange(False, took, came), exchange(True, gave, returned)]
 
     def released(self) -> RankPasses:
         """A copy without memory; `self` stays whole, as MPI may use it after a failure."""

@@ -60,6 +60,11 @@ class BoundTransfer(NamedTuple):
     collective: bool
     earliest: int
 
+    @property
+    def hop(self) -> int:
+        """The number of its hop; 0 of a collective."""
+        return 0 if self.collective else self.hops[0].hop
+
 
 class BoundStep(NamedTuple):
     """A `Step` of one rank."""

@@ -353,10 +353,10 @@ class Regrouping:
         returned = travels.size_of([(array.shape(self.plane_problem), getattr(self.problem, array.dtype))])
         return self.token_bytes(array, True) - returned
 
-    def messages(self, rank: int, direction: str) -> list[tuple[int, int]]:
-        """(peer, bytes) of all that a rank sends before and after a pass."""
+    def messages(self, rank: int, direction: str, ends: tuple[bool, ...] = (False, True)) -> list[tuple[int, int]]:
+        """(peer, bytes) of all that a rank sends before a pass, where `ends` has False, and after it, where True."""
         messages = []
-        for given in (False, True):
+        for given in ends:
             for array in arrays_of(self.problem, direction, given):
                 nbytes, joined = self.token_bytes(array, given), self.joined(array.keys)
                 for part in self.parts(rank, array, given)[given]:

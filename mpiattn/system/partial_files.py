@@ -7,11 +7,12 @@ whether that process still runs.  Partials of other hosts or earlier boots are n
 
 import contextlib
 import hashlib
-import logging
 import os
 import re
 import tempfile
 from functools import cache
+
+from .logs import note_file
 
 BASE_BYTES = 180  # of the file's name that its partial's name keeps: names have at most 255 bytes
 
@@ -110,6 +111,4 @@ def remove_stale(folder, base):
                 with contextlib.suppress(OSError):
                     if entry.is_file(follow_symlinks=False) and entry.stat().st_uid == os.geteuid():
                         os.unlink(entry.path)
-                        logging.getLogger("mpiattn").warning(
-                            "mpiattn: removed %r, which a job that was killed left behind", entry.path
-                        )
+                        note_file("mpiattn: removed %r, which a job that was killed left behind", entry.path)
