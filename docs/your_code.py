@@ -18,6 +18,7 @@ def owned(rank, ranks):
 
 
 def main():
+    """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=4)
     steps = parser.parse_args().steps
