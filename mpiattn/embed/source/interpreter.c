@@ -12,7 +12,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#define KEPT 64         // descriptions of arrays
+#define KEPT_BITS 8  // 2^8 descriptions of arrays
 #define MPI_TEXT 16384  // MPI_MAX_LIBRARY_VERSION_STRING is 8192 at most in the MPIs of today
 
 static atomic_flag busy = ATOMIC_FLAG_INIT;  // while a thread is inside a call
@@ -186,9 +186,11 @@ int call(const char* function, const char* format, ...) {
             MPIATTN_ERR_CALL,
             "mpiattn is already in a call, of another thread or of the function that takes output; call from one thread at a time");
     // A program may trap floating-point errors, as many climate codes do.  NumPy's and the kernels' are none: scores of
-    // -inf, for example, are what masks are made of.
+    // -inf, for example, are what masks are made of.  Only then, as kernels are slower after feholdexcept.
     fenv_t environment;
-    feholdexcept(&environment);
+    const int traps = fegetexcept();
+    if (traps)
+        feholdexcept(&environment);
     int status = Py_IsInitialized() ? MPIATTN_OK : start_python();
     if (status == MPIATTN_OK) {
         PyGILState_STATE lock = PyGILState_Ensure();
@@ -211,7 +213,8 @@ int call(const char* function, const char* format, ...) {
     }
     if (status == MPIATTN_OK && message)
         message[0] = 0;
-    fesetenv(&environment);
+    if (traps)
+        fesetenv(&environment);
     atomic_flag_clear(&busy);
     return status;
 }
@@ -282,12 +285,12 @@ PyObject* array_object(void* given) {
     static struct {
         mpiattn_array array;
         PyObject* described;
-    } kept[KEPT];
+    } kept[1 << KEPT_BITS];
     const mpiattn_array* array = given;
     if (!array)
         Py_RETURN_NONE;
     const uintptr_t address = (uintptr_t)array->data;
-    const size_t place = (address >> 4 ^ address >> 10 ^ address >> 16) % KEPT;
+    const size_t place = (size_t)((address >> 4) * UINT64_C(0x9E3779B97F4A7C15) >> (64 - KEPT_BITS));
     if (!kept[place].described || memcmp(&kept[place].array, array, sizeof *array)) {
         PyObject* described = describe_array(array);
         if (!described)
