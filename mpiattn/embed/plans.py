@@ -218,7 +218,8 @@ def _memory_of_gradients(options: dict[str, Any], others: dict[str, Any]) -> tup
     """
     memory = {name: options.pop(name) for name in RETURNED if name in options}
     given = [name for name in WITH_GRADIENTS if name in options]
-    wanted = options.setdefault("bias_gradients", [name for name in given if {f"d{name}"} & {*memory, *options}])
+    with_memory = [name for name in given if f"d{name}" in memory or f"d{name}" in options]
+    wanted = options.setdefault("bias_gradients", with_memory)
     names = given if wanted is True else [name for name in given if name in (wanted or ())]
     names = [*["dsinks"] * ("sinks" in options), *(f"d{name}" for name in names)]
     others = others | {name: array for name, array in options.items() if hasattr(array, "dtype")}
