@@ -1,5 +1,6 @@
 """Options of C programs as text, and memory on a GPU; what takes no ranks."""
 
+import re
 import sys
 from types import SimpleNamespace
 
@@ -7,7 +8,9 @@ import numpy as np
 import pytest
 
 from mpiattn import ArgumentError
-from mpiattn.embed import arrays, options
+from mpiattn.embed import arrays, calls, options, status
+from mpiattn.embed.build import SOURCE
+from mpiattn.embed.errors import HostError
 from mpiattn.embed.handles import Handles
 from mpiattn.embed.status import describe
 
@@ -74,6 +77,21 @@ def test_memory_on_a_gpu_is_taken_where_it_lies(monkeypatch):
     assert arrays.array_of("q", of, on_gpu=True).ctypes.data == host.ctypes.data and not made
     kinds[host.ctypes.data] = 2  # freed by the host, and had from the GPU: the array of before does not count
     assert arrays.array_of("q", of, on_gpu=True) == "gpu"
+
+
+def test_numbers_of_the_header():
+    """The version of the interface, types of elements and statuses are those of Python's side."""
+    header = (SOURCE / "mpiattn.h").read_text()
+    assert re.findall(r"#define MPIATTN_ABI (\d+)", header) == [str(calls.ABI)]
+    values = {name: int(value) for name, value in re.findall(r"MPIATTN_(\w+) = (\d+)", header)}
+    assert {name.upper(): number for number, name in arrays.NAMES.items()}.items() <= values.items()
+    errors = [name for name in values if name.startswith("ERR_")]
+    assert [values[name] for name in errors] == [*range(1, 11)] and [values["ERR_FILE"], values["ERR_OTHER"]] == [
+        status.FILE,
+        status.OTHER,
+    ]
+    with pytest.raises(HostError, match="run mpiattn-config --build"):
+        calls.start(calls.ABI + 1, print, None, None)
 
 
 def test_errors_in_words():
