@@ -43,7 +43,8 @@ def program(tmp_path_factory):
 
 def twin(ranks, *arguments):
     """Python computes again on as many ranks, and compares."""
-    launch.mpirun(ranks, [sys.executable, "-m", "mpi4py", launch.TESTS / "fortran_twin.py", *arguments], timeout=60)
+    command = [sys.executable, "-m", "mpi4py", launch.TESTS / "fortran_twin.py", *arguments]
+    launch.mpirun(ranks, command, timeout=60, cwd=arguments[0])  # where the checkout is not found
 
 
 def test_the_module_is_of_the_standard(tmp_path):
