@@ -125,10 +125,10 @@ EXPECTED = {
 
 
 def test_errors_of_a_c_program(tmp_path):
-    found = results(launch.mpirun(2, [compiled(tmp_path, SOURCES / "errors.c")]).stdout)
-    assert list(found) == list(EXPECTED)
+    statuses = results(launch.mpirun(2, [compiled(tmp_path, SOURCES / "errors.c")]).stdout)
+    assert list(statuses) == list(EXPECTED)
     for case, (status, says) in EXPECTED.items():
-        assert found[case][0] == status and says in found[case][1], (case, found[case])
+        assert statuses[case][0] == status and says in statuses[case][1], (case, statuses[case])
 
 
 @pytest.mark.slow

@@ -48,8 +48,8 @@ def test_text_as_values(text, values):
             "bias_gradients": ("key_bias",),
         },
     }.get(text, values)
-    found = options.of_text(text)
-    assert found == wanted and [type(value) for value in found.values()] == [type(value) for value in wanted.values()]
+    parsed = options.of_text(text)
+    assert parsed == wanted and [type(value) for value in parsed.values()] == [type(value) for value in wanted.values()]
 
 
 @pytest.mark.parametrize("text", ["causal", "=1", "a b=1", "tile=2x2, tile=2x2", "sizes=1,x2"])

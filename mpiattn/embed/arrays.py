@@ -62,7 +62,7 @@ def array_of(name: str, described: Described, on_gpu: bool = False) -> Array:
     dtype = DTYPES[described.number]
     in_bytes = [stride * dtype.itemsize for stride in described.strides] or None
     if on_gpu and described.memory.nbytes:
-        array = _of_gpu(described, dtype, in_bytes)
+        array = _of_gpu(described, described.memory.nbytes, dtype, in_bytes)
         if array is not None:
             return array
     try:
@@ -84,13 +84,12 @@ def needed(name: str, described: Described | None, on_gpu: bool = False) -> Arra
     return array_of(name, described, on_gpu)
 
 
-def _of_gpu(described: Described, dtype: np.dtype[Any], in_bytes: list[int] | None) -> Any:
+def _of_gpu(described: Described, nbytes: int, dtype: np.dtype[Any], in_bytes: list[int] | None) -> Any:
     """A CuPy array of memory on a GPU; None if the address is one of the host."""
     cupy = import_module("cupy")
     if cupy.cuda.runtime.pointerGetAttributes(described.address).type not in GPU_MEMORY:
         return None
-    assert described.memory is not None
-    memory = cupy.cuda.UnownedMemory(described.address, described.memory.nbytes, None)
+    memory = cupy.cuda.UnownedMemory(described.address, nbytes, None)
     return cupy.ndarray(described.shape, dtype, cupy.cuda.MemoryPointer(memory, 0), in_bytes)
 
 
@@ -102,6 +101,11 @@ def numbers(name: str, memory: memoryview | None, count: int | None = None) -> m
     if count is not None and len(words) != count:
         raise ArgumentError(f"count is {len(words)}; {name} takes {count} numbers")
     return words
+
+
+def write_numbers(name: str, values: Any, memory: memoryview | None) -> None:
+    """Write as many int64 numbers as there are.  Raises ArgumentError if the memory is for more or fewer."""
+    np.asarray(numbers(name, memory, len(values)))[:] = values
 
 
 def write_text(text: str, memory: memoryview | None) -> None:

@@ -48,7 +48,7 @@ def build(prefix: str | os.PathLike[str], cc: str | None = None, fc: str | None 
 
     prefix: folder that gets lib and include.
     cc, fc: commands of the compilers, None for those of the environment's CC and FC, else Python's own and gfortran.
-        Where no Fortran compiler is named and there is no gfortran, the module is installed as a source alone.
+        Where no Fortran compiler is named, and there is no gfortran or it fails, the module is installed as a source.
     Raises BuildError.
     """
     at = Installed(prefix)

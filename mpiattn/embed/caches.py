@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ..decode.cache import KVCache
 from ..decode.tree import tree_decode as decode
 from ..errors import ArgumentError
@@ -38,7 +36,7 @@ _maker = Maker(KVCache, CACHES)
 
 def cache_create(comm: int, number: int, handle: memoryview | None) -> None:
     """A cache with options."""
-    _maker.make(comm, lambda: options.OPTIONS[number] if number else {}, handle)
+    _maker.make(comm, lambda: options.given(number), handle)
 
 
 def cache_create_text(comm: int, text: str | None, handle: memoryview | None) -> None:
@@ -49,7 +47,7 @@ def cache_create_text(comm: int, text: str | None, handle: memoryview | None) ->
 def cache_load(comm: int, path: str | None, number: int, handle: memoryview | None) -> None:
     """A cache with what a file has."""
 
-    _maker.load(comm, path, lambda: options.OPTIONS[number] if number else {}, handle)
+    _maker.load(comm, path, lambda: options.given(number), handle)
 
 
 def cache_save(number: int, path: str | None) -> None:
@@ -100,13 +98,12 @@ def cache_lengths(number: int, local: int, memory: memoryview | None) -> None:
     """Write the number of tokens of every sequence."""
     cache = CACHES[number]
     lengths = cache.local_lengths if local else cache.lengths
-    np.asarray(arrays.numbers("lengths", memory, len(lengths)))[:] = lengths
+    arrays.write_numbers("lengths", lengths, memory)
 
 
 def cache_positions(number: int, sequence: int, memory: memoryview | None) -> None:
     """Write the positions of this rank's tokens of a sequence."""
-    positions = CACHES[number].positions(sequence)
-    np.asarray(arrays.numbers("positions", memory, len(positions)))[:] = positions
+    arrays.write_numbers("positions", CACHES[number].positions(sequence), memory)
 
 
 def tree_decode(number: int, q: Given, out: Given, lse: Given, of: int) -> None:

@@ -20,12 +20,12 @@ class Handles:
 
     def __init__(self, kind: str) -> None:
         self.kind, self._objects, self.on_gpu = kind, dict[int, Any](), set[int]()
-        self._last = 0
+        self._last, self._place = 0, len(_kinds)
         _kinds.append(kind)
 
     def add(self, made: Any, on_gpu: bool = False) -> int:
         """The number of a new object."""
-        self._last = number = next(_counts) * KINDS + _kinds.index(self.kind)
+        self._last = number = next(_counts) * KINDS + self._place
         self._objects[number] = made
         if on_gpu:
             self.on_gpu.add(number)

@@ -120,39 +120,42 @@ def set_array(options: dict[str, Any], name: str, described: Described | None) -
     options[name] = GivenArray(described)
 
 
+def given(number: int) -> dict[str, Any]:
+    """The options of a handle as they were set; none of the handle 0."""
+    return OPTIONS[number] if number else {}
+
+
 def check(number: int) -> bool:
     """Whether ranks compare the call with these options, as far as that can be told."""
-    return not number or number not in OPTIONS or OPTIONS[number].get("check", True) is not False
+    return number not in OPTIONS or OPTIONS[number].get("check", True) is not False
 
 
-def refuse_twice(given: Iterable[str], options: dict[str, Any]) -> None:
+def refuse_twice(others: Iterable[str], options: dict[str, Any]) -> None:
     """Raise ArgumentError if an argument of a function is among its options too."""
-    twice = next((name for name in given if name in options), None)
+    twice = next((name for name in others if name in options), None)
     if twice:
         raise ArgumentError(f"{twice} is an argument of the function; it must not be among its options too")
 
 
-def of_call(number: int, on_gpu: bool, given: Iterable[str] = ()) -> dict[str, Any]:
+def of_call(number: int, on_gpu: bool, others: Iterable[str] = ()) -> dict[str, Any]:
     """A call's options by name; none of the handle 0.  Raises ArgumentError.
 
-    given: names of what the function gets besides.
+    others: names of what the function gets besides.
     """
-    if not number:
-        return {}
     options = {
         name: array_of(name, value.described, on_gpu) if isinstance(value, GivenArray) else value
-        for name, value in OPTIONS[number].items()
+        for name, value in given(number).items()
     }
-    refuse_twice(given, options)
+    refuse_twice(others, options)
     return options
 
 
-def of_making(given: dict[str, Any], comm: MPI.Intracomm, needed: tuple[str, ...] = ()) -> dict[str, Any]:
+def of_making(asked: dict[str, Any], comm: MPI.Intracomm, needed: tuple[str, ...] = ()) -> dict[str, Any]:
     """The arguments of a new plan or cache: masks and layouts in place of their texts.  Raises ArgumentError.
 
     needed: names of arguments that have no default.
     """
-    options = dict(given)
+    options = dict(asked)
     array = next((name for name, value in options.items() if isinstance(value, GivenArray)), None)
     if array:
         raise ArgumentError(f"{array} is an array; plans and caches are made without arrays")

@@ -54,7 +54,7 @@ _maker = Maker(MeshAttention, PLANS)
 
 def plan_create(comm: int, number: int, handle: memoryview | None) -> None:
     """A plan with options."""
-    _maker.make(comm, lambda: options.OPTIONS[number] if number else {}, handle)
+    _maker.make(comm, lambda: options.given(number), handle)
 
 
 def plan_create_text(comm: int, text: str | None, handle: memoryview | None) -> None:
@@ -116,20 +116,15 @@ def plan_text(number: int, name: str, memory: memoryview | None) -> None:
     arrays.write_text(TEXTS[name](PLANS[number]), memory)
 
 
-def write_numbers(name: str, values: Any, memory: memoryview | None) -> None:
-    """Write as many int64 numbers as there are.  Raises ArgumentError if the memory is for more or fewer."""
-    np.asarray(arrays.numbers(name, memory, len(values)))[:] = values
-
-
 def plan_positions(number: int, keys: int, memory: memoryview | None) -> None:
     """Write the positions of this rank's queries or keys."""
     plan = PLANS[number]
-    write_numbers("positions", plan.positions_k if keys else plan.positions, memory)
+    arrays.write_numbers("positions", plan.positions_k if keys else plan.positions, memory)
 
 
 def plan_bias_positions(number: int, columns: int, memory: memoryview | None) -> None:
     """Write the positions of the rows or columns of this rank's tile of a bias."""
-    write_numbers("positions", PLANS[number].bias_positions[bool(columns)], memory)
+    arrays.write_numbers("positions", PLANS[number].bias_positions[bool(columns)], memory)
 
 
 class _Call:

@@ -193,8 +193,9 @@ def _by_rank(messages: Messages) -> dict[str, int]:
     return sums
 
 
-def _bytes(way: str, by_rank: dict[str, int]) -> dict[str, Any]:
-    return {f"{way}_bytes": sum(by_rank.values()), way: by_rank}
+def _bytes(name: str, by_rank: dict[str, int]) -> dict[str, Any]:
+    """Arguments of an event: bytes by rank, and their sum.  name: "sent" or "received"."""
+    return {f"{name}_bytes": sum(by_rank.values()), name: by_rank}
 
 
 def _regrouped_bytes(traces: list[RankTrace]) -> dict[Regroup, dict[str, int]]:
