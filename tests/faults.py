@@ -42,15 +42,15 @@ FAULTS = {
     "leave": "it calls sys.exit",
     "exit": "it calls os._exit",
 }
-READING = {"read": "files.io.Input.chunks", "exchange": "comm.rounds.Rounds.turn"}
-WRITING = {"write": "files.io.Output.write_each", "commit": "files.io.Output.commit"}
+READING = {"read": "files.input.Input.chunks", "exchange": "comm.rounds.Rounds.turn"}
+WRITING = {"write": "files.output.Output.write_each", "commit": "files.output.Output.commit"}
 END = {"end": "console.launch.Job.end"}
 FORWARD = {"planning": "comm.mesh.Mesh.__init__", "steps": "engine.executor.Executor._run_block"}
 CACHE = {"append": "decode.cache.KVCache.append", "decode": "decode.combine.Combiner.run"}
 PHASES = {
     "run": READING | FORWARD | WRITING | END,
-    "backward": FORWARD | {"read again": "files.io.Input.tokens"} | WRITING,
-    "decode": {"read": "files.io.Input.tokens", "decode": CACHE["decode"]} | WRITING | END,
+    "backward": FORWARD | {"read again": "files.input.Input.tokens"} | WRITING,
+    "decode": {"read": "files.input.Input.tokens", "decode": CACHE["decode"]} | WRITING | END,
     "program": FORWARD | CACHE,
     "mpi4py program": FORWARD | CACHE,
 }

@@ -14,7 +14,7 @@ import mpiattn
 from mpiattn import ArgumentError, FileError
 from mpiattn.cli import main
 from mpiattn.decode.cache_file import read_cache_shapes
-from mpiattn.files import hdf5
+from mpiattn.files import hdf5, shapes
 
 
 def turned(source, path, but=("lse",)):
@@ -102,17 +102,17 @@ def test_an_order_that_nobody_says(tmp_path, shape, says):
     """Who says what it is may have any shape, and so may a file that says it."""
     path = of(shape, tmp_path / "in.h5")
     if says is None:
-        assert hdf5.read_shapes(path)[1] == "bshd"
+        assert shapes.read_shapes(path)[1] == "bshd"
     else:
         with pytest.raises(FileError) as caught:
-            hdf5.read_shapes(path)
+            shapes.read_shapes(path)
         assert str(caught.value).startswith(f"IN is {str(path)!r}; {says} bhsd if it is (batch, heads, seqlen, ")
-    assert hdf5.read_shapes(path, "bshd")[0]["seqlen"] == shape["seqlen"]
+    assert shapes.read_shapes(path, "bshd")[0]["seqlen"] == shape["seqlen"]
     with h5py.File(path, "r+") as file:
         file.attrs["axes"] = "bshd"
-    assert hdf5.read_shapes(path)[0]["seqlen"] == shape["seqlen"]
+    assert shapes.read_shapes(path)[0]["seqlen"] == shape["seqlen"]
     with pytest.raises(FileError, match="its attribute axes is 'bshd', but the call says 'bhsd'"):
-        hdf5.read_shapes(path, "bhsd")
+        shapes.read_shapes(path, "bhsd")
 
 
 def test_the_order_of_a_cache(tmp_path):

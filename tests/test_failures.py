@@ -18,10 +18,10 @@ TIMEOUT = 2.0  # seconds that a rank waits for others, on a quiet machine
 SOON = 30.0  # seconds within which a job must end, from its start
 FATES = "raise", "SIGKILL", "SIGSTOP"
 PHASES = {
-    "read": "files.io.Input.chunks",
+    "read": "files.input.Input.chunks",
     "exchange": "comm.rounds.Rounds.turn",
     "steps": "engine.executor.Executor._run_block",
-    "write": "files.io.Output.write_each",
+    "write": "files.output.Output.write_each",
 }
 
 # Lets a rank meet its fate where a method is first called, then runs the command line.
@@ -35,8 +35,8 @@ from mpi4py import MPI
 module, owner, name = place.rsplit(".", 2)
 owner = getattr(importlib.import_module(f"mpiattn.{module}"), owner)
 if module == "comm.rounds":                    # ranks of several hosts exchange what they read
-    import mpiattn.files.io
-    mpiattn.files.io._on_one_host = lambda peers: False
+    import mpiattn.files.access
+    mpiattn.files.access.on_one_host = lambda peers: False
 original = getattr(owner, name)
 
 def struck(self, *args, **how):

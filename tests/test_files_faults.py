@@ -51,7 +51,7 @@ def cut_at_read(argument, length):
     )
 
 
-BY_HDF5 = ("import mpiattn.files.io as io; io._on_one_host = lambda *_: False",)
+BY_HDF5 = ("import mpiattn.files.access as access; access.on_one_host = lambda *_: False",)
 CUT_AT_READ = cut_at_read(2, 40_000)
 CUT_AT_VERIFY = (
     "import os, sys, mpiattn.verify.compare as v; verify = v.verify",
@@ -230,8 +230,8 @@ def test_a_file_longer_than_allowed(tmp_path, command):
         f"    resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))",
         "    create(*arguments)",
         "hdf5.create_datasets = limited",
-        "from mpiattn.files import io",
-        "io.create_datasets = limited",
+        "from mpiattn.files import output",
+        "output.create_datasets = limited",
     )
     out = tmp_path / "out.h5"
     if command == "run":

@@ -257,13 +257,13 @@ READING = (
     "from mpiattn.console import witness\n"
     "from mpiattn.system.launch_variables import launch_rank\n"
     "witness.watch(launch_rank())\n"
-    "import mpiattn.files.io as io\n"
+    "from mpiattn.files.input import Input\n"
     "from mpi4py import MPI\n"
     "def wait(*args, **how):\n"
     "    MPI.COMM_WORLD.Barrier()\n"
     "    if MPI.COMM_WORLD.rank == int(victim): print('pid', os.getpid(), flush=True)\n"
     "    time.sleep(60)\n"
-    "io.Input.chunks = wait\n"
+    "Input.chunks = wait\n"
     "from mpiattn.cli import main; sys.exit(main(arguments))"
 )
 

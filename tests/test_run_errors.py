@@ -179,7 +179,7 @@ def test_disk_full_while_writing(tmp_path, small_disk):
     """Where blocks could not be reserved beforehand, the write itself fails, on rank 0 alone."""
     source = write_input(tmp_path / "in.h5", seqlen=2000, heads=4)
     code = (
-        "import sys, mpiattn.files.io as io; io.reserve = lambda path: None\n"
+        "import sys, mpiattn.files.output as output; output.reserve = lambda path: None\n"
         "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     message = fails(source, small_disk / "out.h5", command=[sys.executable, "-c", code, "run"])

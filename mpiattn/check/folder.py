@@ -8,7 +8,8 @@ import h5py
 import numpy as np
 
 from ..errors import FileError
-from ..files import io
+from ..files.access import parallel
+from ..files.output import Contents, Output
 from ..problem.layout import Layout
 
 DATA = "numbers"
@@ -21,11 +22,11 @@ def gather(peers, folder):
     same on every rank.
     """
     path = peers.allgather(os.path.join(os.path.abspath(folder), f".mpiattn-check-{secrets.token_hex(8)}.h5"))[0]
-    facts = {"folder": folder, "parallel": io.parallel(), "written": None, "read": []}
+    facts = {"folder": folder, "parallel": parallel(), "written": None, "read": []}
     layout = Layout("contiguous", 3 * peers.size, peers.size)
     try:
         try:
-            output = io.Output(peers, path, {DATA: ((layout.seqlen,), np.int64)})
+            output = Output(peers, path, {"": Contents({DATA: ((layout.seqlen,), np.int64)})})
             try:
                 output.write(DATA, layout.positions(peers.rank), layout, axis=0)
                 output.commit()

@@ -9,7 +9,7 @@ from ..console import options
 from ..errors import ArgumentError, FileError
 from ..files import hdf5, pairs
 from ..files.finite import nonfinite
-from ..files.io import Written
+from ..files.output import Written
 from ..problem.distances import usual_slopes
 from ..verify.bias_gradients import BiasGradients, TileGradient
 from ..verify.spread_biases import rules_of
@@ -47,7 +47,7 @@ def add_arguments(parser):
 class RunBiases:
     """The biases of a run.
 
-    source: the open `mpiattn.files.io.Input`.  problem: what it holds.
+    source: the open `mpiattn.files.input.Input`.  problem: what it holds.
     `call` has the arguments of `MeshAttention.forward`: those that all ranks have alike, and the others after `read`.
     Raises FileError and ArgumentError on this rank, where a dataset does not fit and of --dropout.
     """
@@ -72,11 +72,11 @@ class RunBiases:
         p, source = self._problem, self._source
         argument = f"--{name.replace('_', '-')} is {dataset!r}"
         with hdf5.file_errors(source.argument, source.path, "read"):
-            data = hdf5.dataset_of(source.file, dataset)
+            data = hdf5.dataset_of(source.group, dataset)
             if data is None:
                 raise FileError(
                     f"{argument}; {source.argument} has no dataset of that name; it has"
-                    f"{hdf5.listing(hdf5.contents(source.file))}"
+                    f"{hdf5.listing(hdf5.contents(source.group))}"
                 )
             shape, dtype = data.shape, hdf5.dtype_of(data)
         if name == "bias":

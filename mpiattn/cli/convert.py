@@ -25,6 +25,7 @@ from ..console.table import size
 from ..errors import ArgumentError, FileError
 from ..files import hdf5
 from ..files.hdf5 import AXES
+from ..files.shapes import check_order, problem_of
 from ..files.tensor_files import not_there, open_tensors, pieces
 from ..problem.problem import ITEMSIZE, Problem, dtype_name
 from ..system.atomic_file import HDF5, NewFile
@@ -72,9 +73,9 @@ def run(args):
         sources = ", ".join(args.sources)
         shapes = {name: (_shape(tensor, axes), tensor.dtype) for name, tensor in taken.items() if name in TENSORS}
         if set(NEEDED) <= set(shapes):
-            Problem(**hdf5.problem_of("FILES", sources, shapes))
+            Problem(**problem_of("FILES", sources, shapes))
         if args.axes is None and "k" in shapes:  # queries alone may be a few of many heads
-            hdf5.check_order("FILES", sources, shapes["q"][0] if "q" in shapes else None, shapes["k"][0])
+            check_order("FILES", sources, shapes["q"][0] if "q" in shapes else None, shapes["k"][0])
         for _, dtype in shapes.values():
             dtype_name(dtype)
         with hdf5.file_errors("OUT", args.output, "written"):

@@ -32,8 +32,10 @@ from ..decode.cache import KVCache
 from ..decode.cache_file import load, read_cache_shapes
 from ..decode.tree import tree_decode
 from ..errors import FileError
-from ..files.hdf5 import dataset_of, dtype_of, file_errors, natural, order_of
-from ..files.io import Input, Output
+from ..files.hdf5 import dataset_of, dtype_of, file_errors, natural
+from ..files.input import Input
+from ..files.output import Contents, Output
+from ..files.shapes import order_of
 from ..problem.layout import Layout
 from ..problem.problem import Problem
 from ..schedule.reduction import ALGORITHMS
@@ -162,7 +164,7 @@ def _run(job, args):
             "lse": ((shape[0], shape[2], shape[1]), cache.partial_dtype),
         }
         inputs = args.cache, args.queries
-        output = Output(peers, args.output, shapes, chosen, inputs, args.max_message)
+        output = Output(peers, args.output, {"": Contents(shapes, chosen)}, inputs, args.max_message)
         try:
             out, lse = map(on_host, job("decode", lambda: tree_decode(q, cache, algorithm=algorithm, **_mask(args))))
             verified = None

@@ -82,10 +82,11 @@ def crowded(hosts):
     return text
 
 
-def text(plan, made, hosts, problem, passes, warning):
+def text(plan, made, hosts, problem, passes, seconds, warning):
     """The whole text, and an empty line.
 
-    made: from `origin`.  problem: in words.  passes: those that the predicted time covers.  warning: text or None.
+    made: from `origin`.  problem: in words.  passes, seconds: those that the predicted time covers, and that time.
+    warning: text or None.
     """
     names = ", ".join(each.name for each in hosts[:NAMED]) + (", ..." if len(hosts) > NAMED else "")
     counts = [each.threads / each.ranks for each in hosts if each.threads is not None]
@@ -104,7 +105,7 @@ def text(plan, made, hosts, problem, passes, warning):
         ("problem", problem),
         (
             "predicted",
-            f"{duration(plan.predicted_seconds)} {' and '.join(passes)}, on machine {machine.name}"
+            f"{duration(seconds)} {' and '.join(passes)}, on machine {machine.name}"
             + (f": {machine.assumes}" if machine.assumes else ""),
         ),
         ("transport", plan.transport),

@@ -1,4 +1,4 @@
-"""Handlers of SIGINT (Ctrl-C), SIGTERM and SIGHUP: remove unfinished files, print one message, end the process.
+"""Handlers of SIGINT (Ctrl-C), SIGTERM, SIGHUP and SIGUSR1: remove unfinished files, print one message, end the job.
 
 Python raises KeyboardInterrupt wherever the program happens to be.  Inside a weak-reference callback, of which h5py has
 many, the exception is dropped and the program goes on.  So the handler cleans up itself and ends the process at once.
@@ -15,7 +15,7 @@ from ..system import partial_files
 from . import witness
 from .message import PARTING, speak
 
-NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 ECHO = 3.0  # seconds after which a launcher has killed all ranks that it sent SIGTERM after a failure
 
 
@@ -33,6 +33,7 @@ def handled(command, makes, speaks):
         unwritten = partial_files.discard_all() | ({makes} if makes else set()) - partial_files.published()
         how = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
         lost = f", {' and '.join(sorted(unwritten))} was not written" if unwritten else ""
+        lost += f"; {partial_files.kept()}" if partial_files.kept() else ""
         story = f"mpiattn{command and f' {command}'}: {how}{lost}\n"
         mpi = sys.modules.get("mpi4py.MPI")
         if mpi and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1:
@@ -43,6 +44,34 @@ def handled(command, makes, speaks):
         os._exit(128 + number)
 
     return _with(handler)
+
+
+class EndRequest:
+    """SIGUSR1 as the request to end after the work at hand, during a `with` block.
+
+    heeded: whether there is anything to go on with later; if not, SIGUSR1 ends the process as other signals do.
+    """
+
+    code = 128 + signal.SIGUSR1  # exit code
+
+    def __init__(self, heeded):
+        self._heeded, self._came, self._before = heeded, False, None
+
+    def __enter__(self):
+        if self._heeded and threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGUSR1, self._note)
+        return self
+
+    def __exit__(self, *exception):
+        if self._before is not None:
+            signal.signal(signal.SIGUSR1, self._before)
+
+    def _note(self, number, frame):
+        self._came = True
+
+    def of_any(self, peers):
+        """Whether any rank got the signal; collective."""
+        return self._heeded and bool(peers.largest([self._came])[0])
 
 
 def plain():

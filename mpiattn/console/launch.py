@@ -19,6 +19,8 @@ from .startup import finish, start
 class Job:
     """The ranks of this launch: comm, peers, the current phase, and the seconds of every phase.
 
+    of: the part of the work that phases belong to, in words.
+
     timeout: seconds that a rank waits for others before it gives up; None: the library's default.
     """
 
@@ -30,12 +32,12 @@ class Job:
         channel = Channel(comm)
         self.comm, self.peers = comm, Peers(comm, time_limit(timeout), channel=channel)
         channel.hosts = self.peers.allgather(socket.gethostname())
-        self.phase, self.seconds = "start", {}
+        self.phase, self.seconds, self.of = "start", {}, ""
         witness.tell(f"rank {comm.rank} of {comm.size} on {socket.gethostname()}")
 
     def __call__(self, phase, work):
         """Run work() as a phase that all ranks begin and end together."""
-        self.phase = phase
+        self.phase = f"{phase} of {self.of}" if self.of else phase
         witness.tell(doing=phase)
         self.peers.barrier()
         start = time.perf_counter()

@@ -232,7 +232,7 @@ def add_trace(parser, when):
 
 
 def add_axes(parser, files):
-    """--axes, for `mpiattn.files.io.Input`; None where it is not given."""
+    """--axes, for `mpiattn.files.input.Input`; None where it is not given."""
     parser.add_argument(
         "--axes",
         choices=AXES,

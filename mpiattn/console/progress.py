@@ -44,7 +44,7 @@ class Progress:
     """
 
     def __init__(self, title, total, unit=""):
-        self._title, self._total, self._unit, self._done, self._bar = title, total, unit, 0, None
+        self._title, self._total, self._unit, self._done, self._bar, self._at = title, total, unit, 0, None, ""
         self._began = self._line_at = self._looked = time.monotonic()
         self._line_done, self._lines = 0, False
         self._tell_witness()
@@ -71,6 +71,13 @@ class Progress:
             if self._lines and self._due(now):
                 self._line(now)
 
+    def at(self, where):
+        """Say at which part of the work the phase is."""
+        self._at = where
+        self._tell_witness()
+        if self._bar is not None:
+            self._bar.set_postfix_str(where)
+
     def _due(self, now):
         silence = now - self._line_at
         much = silence >= SILENCE or self._done - self._line_done >= SHARE * self._total
@@ -82,13 +89,14 @@ class Progress:
         rest = f", about {duration(seconds / share - seconds)} to go" if 0 < share < 1 else ""
         print(
             f"{self._title} {int(100 * share)} %, {_amount(self._done)} of {_amount(self._total)}{self._unit}, "
-            f"{duration(seconds)}{rest}",
+            f"{duration(seconds)}{rest}{self._at and f'; at {self._at}'}",
             file=sys.stderr,
             flush=True,
         )
 
     def _tell_witness(self):
-        witness.tell(doing=f"{self._title}, {_amount(self._done)} of {_amount(self._total)}{self._unit}")
+        done = f"{self._title}, {_amount(self._done)} of {_amount(self._total)}{self._unit}"
+        witness.tell(doing=f"{done}, at {self._at}" if self._at else done)
 
     def __enter__(self):
         return self
@@ -96,6 +104,35 @@ class Progress:
     def __exit__(self, *exception):
         if self._bar is not None:
             self._bar.close()
+
+
+class Whole(Progress):
+    """Progress of several pieces of work, each in phases, in one bar or in lines about all of them."""
+
+    def phases(self, where, shares):
+        """What makes the `Progress` of a phase of a piece of work, as `Progress` does.
+
+        where: the piece, in words.  shares: by the phase's title, what it adds to the whole when it is over.
+        """
+        return lambda title, total, unit="": _Phase(self, f"{where}, {title}", total, shares.get(title, 0))
+
+
+class _Phase:
+    """A `Progress` that is shown as a part of a whole one."""
+
+    def __init__(self, whole, where, total, share):
+        self._whole, self._per_unit = whole, share / total if total else 0
+        whole.at(where)
+
+    def __call__(self, done):
+        """Advance by the amount just done."""
+        self._whole(done * self._per_unit)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
 
 
 def _amount(number):

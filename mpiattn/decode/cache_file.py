@@ -16,9 +16,11 @@ from ..arguments.arrays import on_host
 from ..arguments.keywords import names_of_arguments, unknown
 from ..comm.agreement import agreement
 from ..errors import ArgumentError, FileError
-from ..files.hdf5 import AXES, check_order, dataset_of, dtype_of, file_errors, natural, order_of
+from ..files.hdf5 import AXES, dataset_of, dtype_of, file_errors, natural
 from ..files.hdf5 import write as write_at
-from ..files.io import Input, Output, Wanted, Written
+from ..files.input import Input, Wanted
+from ..files.output import Contents, Output, Written
+from ..files.shapes import check_order, order_of
 from ..problem.documents import left_out
 from ..problem.problem import ITEMSIZE, dtype_name
 from ..system.values import truth
@@ -33,7 +35,7 @@ def read_cache_shapes(path, axes=None, argument="path", padding=False):
 
     That is a dict of kv_heads, head_dim, value_dim, shared_kv, dtype, spans and padding.  spans has (batch entry, first
     token, number of tokens) of every sequence; padding is the number of tokens in none.
-    axes: as of `mpiattn.files.hdf5.read_shapes`.  padding: whether there may be any.
+    axes: as of `mpiattn.files.shapes.read_shapes`.  padding: whether there may be any.
     Raises FileError if the file is not a valid cache.
     """
     truth("padding", padding)
@@ -108,11 +110,13 @@ def save(cache, path, argument="path"):
     peers, total = cache.combiner.peers, sum(cache.lengths)
     starts = np.cumsum([0, *cache.lengths])
     shapes = {name: ((1, total, cache.kv_heads, dim), cache.dtype) for name, dim in zip("kv", cache.dims)}
+    attributes = {"page_size": cache.page_size, "axes": AXES[0]}
+    if cache.shared_kv:
+        attributes["value_dim"] = cache.value_dim
     output = Output(
         peers,
         path,
-        {**shapes, "cu_seqlens": ((len(starts),), "int64")},
-        {"page_size": cache.page_size, "axes": AXES[0]} | ({"value_dim": cache.value_dim} if cache.shared_kv else {}),
+        {"": Contents({**shapes, "cu_seqlens": ((len(starts),), "int64")}, attributes)},
         max_message=cache.combiner.exchange.max_message,
         argument=argument,
     )

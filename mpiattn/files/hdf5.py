@@ -1,4 +1,4 @@
-"""HDF5 files without MPI: the contents of inputs, stored types, the layout of outputs, and clear errors.
+"""HDF5 files without MPI: stored types, what is in a file, the layout of outputs, and clear errors.
 
 bfloat16 is stored as an HDF5 float of 16 bits with 8 of exponent; other readers get its values as float32.  h5py too
 reports float32 as the dtype of such a dataset, so here the dtype is derived from the stored type.  h5py itself writes
@@ -17,11 +17,9 @@ from ..problem.problem import ITEMSIZE, dtype_name
 from ..system.os_errors import reason
 from . import grids
 
-INPUTS = ("q", "k", "v")
 LISTED = 40  # an error lists at most this many datasets
 CONVERT = "`mpiattn convert` makes one of .npy, .npz, safetensors and PyTorch files: mpiattn convert FILES OUT"
 AXES = ("bshd", "bhsd")  # (batch, seqlen, heads, dim), and PyTorch's (batch, heads, seqlen, dim)
-MOST_HEADS = 256  # more are rather tokens
 BFLOAT16_FIELDS = (15, 7, 8, 0, 7)  # bit of the sign; first bit and number of bits of exponent and mantissa
 
 
@@ -148,25 +146,25 @@ def contents(file):
     return datasets
 
 
-def missing_source(file, name):
-    """What HDF5 does not find of a dataset of an open file, in words; "" if all is there or there is no such name.
+def missing_source(group, name):
+    """What HDF5 does not find of a dataset of an open file or group, in words; "" if there is all, or no such name.
 
     It may be behind a link, or a part of a virtual dataset, which HDF5 would read as its fill value.
     """
-    path = ""
-    for part in name.strip("/").split("/"):
-        path += f"/{part}"
-        link = file.get(path, getlink=True) if file.get(path) is None else None
+    parts = name.strip("/").split("/")
+    for count in range(1, len(parts) + 1):
+        path = "/" * name.startswith("/") + "/".join(parts[:count])
+        link = group.get(path, getlink=True) if group.get(path) is None else None
         if isinstance(link, h5py.ExternalLink):
-            at = _existing(file.filename, link.filename, "HDF5_EXT_PREFIX")
+            at = _existing(group.file.filename, link.filename, "HDF5_EXT_PREFIX")
             target = f"{link.path!r} of the file {link.filename!r}"
-            return f"{path[1:]!r} is a link to {target}, which {'has none' if at else 'is not there'}"
+            return f"{path!r} is a link to {target}, which {'has none' if at else 'is not there'}"
         if isinstance(link, h5py.SoftLink):
-            behind = missing_source(file, link.path)
-            return f"{path[1:]!r} is a link to {link.path!r}, " + (f"and {behind}" if behind else "which is not there")
-        if link is not None or file.get(path) is None:
+            behind = missing_source(group, link.path)
+            return f"{path!r} is a link to {link.path!r}, " + (f"and {behind}" if behind else "which is not there")
+        if link is not None or group.get(path) is None:
             return ""
-    data = file[name]
+    data = group[name]
     if isinstance(data, h5py.Dataset) and data.is_virtual:
         for source in data.virtual_sources():
             if "%b" in source.file_name or source.file_name == ".":
@@ -187,16 +185,16 @@ def _existing(path, name, variable):
     return next(filter(os.path.isfile, (os.path.join(folder, name) for folder in folders if folder)), None)
 
 
-def dataset_of(file, name):
-    """The dataset of an open file, or None if there is none of that name.
+def dataset_of(group, name):
+    """The dataset of an open file or group, or None if there is none of that name.
 
     Raises ValueError if it is behind a link that leads nowhere, a part of it is in a file that is not there, or nothing
     was ever written to it: HDF5 would give its fill value for every element.
     """
-    missing = missing_source(file, name)
+    missing = missing_source(group, name)
     if missing:
         raise ValueError(missing)
-    data = file.get(name)
+    data = group.get(name)
     if not isinstance(data, h5py.Dataset):
         return None
     own = data.size and not data.is_virtual and not data.id.get_create_plist().get_external_count()
@@ -221,118 +219,6 @@ def needed_bytes(file):
 
     file.visititems(see)
     return max(ends)
-
-
-def order_of(file, argument, axes=None):
-    """The order of dimensions in an open file, one of AXES: as asked for, or as its attribute says, or None.
-
-    Files of mpiattn have that attribute.  Raises FileError if it says something else than what is asked for.
-    """
-    said = file.attrs.get("axes")
-    if not (isinstance(said, str) and said in AXES):
-        return axes
-    if axes not in (None, said):
-        raise FileError(f"{argument} is {file.filename!r}; its attribute axes is {said!r}, but the call says {axes!r}")
-    return said
-
-
-def check_order(argument, path, q, k):
-    """Raise FileError if tensors of an order that nobody says look like (batch, heads, seqlen, head_dim).
-
-    q, k: shapes, as (batch, seqlen, heads, head_dim); q may be None.  They look so if they have more heads than tokens
-    and the other order is possible, in which the heads of k divide those of q.  Few tokens of grouped heads, as many of
-    k as of q, are none of the other order, of which q and k seldom have other numbers of tokens.
-    """
-    shapes = {"q": q, "k": k} if q else {"k": k}
-    if q and q[1] == k[1] and q[2] != k[2] and q[2] <= MOST_HEADS:
-        return
-    possible = all(shape[1] for shape in shapes.values()) and not (q and q[1] % k[1])
-    for name, (_, tokens, heads, _) in shapes.items():
-        if possible and heads > tokens:
-            say = 'axes="{}"' if argument == "path" else "--axes {}"
-            raise FileError(
-                f"{argument} is {str(path)!r}; its {name} would have {heads} heads and {tokens} tokens; say "
-                f"{say.format(AXES[1])} if it is (batch, heads, seqlen, head_dim), and {say.format(AXES[0])} if it is "
-                "(batch, seqlen, heads, head_dim) nevertheless"
-            )
-
-
-def read_shapes(path, axes=None, backward=False, names=None, grid=None):
-    """The keyword arguments of `Problem` that an input file determines, and the order of its datasets' dimensions.
-
-    axes: that order, one of AXES, or None: as the file says, else "bshd".  backward: the file must hold dout too, the
-    gradient of the result.  names: role ("q", ...) -> name of the dataset, where they differ.  A file with an attribute
-    value_dim needs no v: a value is then as many numbers of its key.  grid: its shape, if datasets may have its axes.
-    Raises FileError where the file does not fit.
-    """
-    if not os.path.isfile(path):
-        raise FileError(f"IN is {str(path)!r}; there is no such file")
-    names = names or {}
-    with file_errors("IN", path, "read"), h5py.File(path, "r") as file:
-        tensors, value_dim, order = {}, None, order_of(file, "IN", axes)
-        if names.get("v", "v") not in file and "value_dim" in file.attrs:
-            value_dim = int(file.attrs["value_dim"])
-        for name in (*(INPUTS if value_dim is None else ("q", "k")), *["dout"] * backward):
-            dataset = names.get(name, name)
-            data = dataset_of(file, dataset)
-            if data is None:
-                needs = "q, k and v, and dout for gradients" if backward else "q, k and v"
-                raise FileError(
-                    f"IN is {str(path)!r}; it has no dataset {dataset!r}, it must have {needs}, or "
-                    f"datasets that --names names; it has{listing(contents(file)) or ' none'}"
-                )
-            shape = grids.flat(data.shape, token_axis(data.shape, order or AXES[0]), grid)
-            tensors[name] = shape, dtype_of(data)
-    problem = problem_of("IN", path, tensors, order or AXES[0], value_dim)
-    if order is None:
-        check_order("IN", path, tensors["q"][0], tensors["k"][0])
-    return problem, order or AXES[0]
-
-
-def problem_of(argument, path, tensors, axes="bshd", value_dim=None):
-    """The keyword arguments of `Problem` that tensors determine; FileError, naming the argument, where they do not fit.
-
-    tensors: q, k, v and perhaps dout -> (shape, dtype name), with dimensions in the order `axes`.
-    value_dim: where keys hold the values, and there is no v; else None.
-    """
-    shared = value_dim is not None
-    if shared:
-        (*sizes, _), dtype = tensors["k"]
-        tensors = {**tensors, "v": ((*sizes, value_dim), dtype)}
-    (q, k, v), names = zip(*((natural(tensors[name][0], axes), tensors[name][1]) for name in INPUTS))
-    shapes = ", ".join(f"{name} {tensors[name][0]}" for name in INPUTS)
-    if not (len(q) == len(k) == len(v) == 4 and q[0] == k[0] and q[3] == k[3] and k[:3] == v[:3]):
-        sizes = {
-            "q": ("batch", "seqlen", "heads", "head_dim"),
-            "k": ("batch", "seqlen_k", "kv_heads", "head_dim"),
-            "v": ("batch", "seqlen_k", "kv_heads", "value_dim"),
-        }
-        fitting = ", ".join(f"{name} ({', '.join(natural(size, axes))})" for name, size in sizes.items())
-        raise FileError(f"{argument} is {str(path)!r}; its shapes do not fit: {shapes}; they must be {fitting}")
-    if len(set(names)) > 1 or names[0] not in ITEMSIZE:
-        raise FileError(
-            f"{argument} is {str(path)!r}; its q, k, v have dtypes {', '.join(names)}; they must have the "
-            f"same, one of {', '.join(ITEMSIZE)}"
-        )
-    if "dout" in tensors:
-        stored, wanted = tensors["dout"], (natural((*q[:3], v[3]), axes), names[0])
-        if stored != wanted:
-            sizes = ", ".join(natural(("batch", "seqlen", "heads", "value_dim"), axes))
-            raise FileError(
-                f"{argument} is {str(path)!r}; its dout is {stored[0]} in {stored[1]}; it must be "
-                f"({sizes}) = {wanted[0]} in {wanted[1]}"
-            )
-    return {
-        "batch": q[0],
-        "seqlen": q[1],
-        "heads": q[2],
-        "head_dim": q[3],
-        "seqlen_k": k[1],
-        "kv_heads": k[2],
-        "value_dim": v[3],
-        "shared_kv": shared,
-        "dtype": names[0],
-    }
 
 
 def open_to_write(path, create=False):
@@ -385,11 +271,23 @@ def reserve(path):
             os.posix_fallocate(file.fileno(), 0, length)
 
 
-def create_datasets(file, shapes):
-    """Create empty contiguous datasets, allocated at once.  shapes: name -> (shape, dtype)."""
+def group(file, path):
+    """The group of an open file at a path, "" for the file; it and those above it are created where they are not."""
+    here = file
+    for name in filter(None, path.split("/")):
+        if name not in here:
+            how = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
+            how.set_obj_track_times(False)  # files with the same contents are the same bytes
+            h5py.h5g.create(here.id, name.encode(), gcpl=how)
+        here = here[name]
+    return here
+
+
+def create_datasets(group, shapes):
+    """Create empty contiguous datasets in a group, allocated at once.  shapes: name -> (shape, dtype)."""
     for name, (shape, dtype) in shapes.items():
         how = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         how.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         how.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
         how.set_obj_track_times(False)  # files with the same contents are the same bytes
-        h5py.h5d.create(file.id, name.encode(), stored_type(np.dtype(dtype)), h5py.h5s.create_simple(shape), how)
+        h5py.h5d.create(group.id, name.encode(), stored_type(np.dtype(dtype)), h5py.h5s.create_simple(shape), how)

@@ -46,9 +46,7 @@ class NewFile:
 
     def publish(self):
         """Flush the file to disk and give it its name."""
-        with open(self.partial, "rb") as file:
-            os.fchmod(file.fileno(), self._mode())  # until now only the owner had access
-            os.fsync(file.fileno())
+        sync(self.partial, mode_of(self.target))  # until now only the owner had access
         partial_files.publish(self.partial, self.target)
         self.partial = None
 
@@ -59,12 +57,21 @@ class NewFile:
                 partial_files.discard(self.partial)
         self.partial = None
 
-    def _mode(self):
-        """Permissions of the replaced file, else those of any new file."""
-        try:
-            return stat.S_IMODE(os.stat(self.target).st_mode) & 0o777
-        except OSError:
-            return 0o666 & ~_umask()
+
+def sync(path, mode=None):
+    """Put a file on the disk.  mode: the permissions that it is to have."""
+    with open(path, "rb") as file:
+        if mode is not None:
+            os.fchmod(file.fileno(), mode)
+        os.fsync(file.fileno())
+
+
+def mode_of(target):
+    """Permissions of the file that is to be replaced, else those of any new file."""
+    try:
+        return stat.S_IMODE(os.stat(target).st_mode) & 0o777
+    except OSError:
+        return 0o666 & ~_umask()
 
 
 HDF5, JSON = b"\x89HDF\r\n\x1a\n", b"{"  # how their files begin

@@ -18,6 +18,7 @@ BASE_BYTES = 180  # of the file's name that its partial's name keeps: names have
 
 _unfinished: dict[str, str] = {}  # partial -> argument, for unfinished files that this process takes part in
 _published: set[str] = set()  # arguments whose files are finished
+_kept: dict[str, str] = {}  # argument -> what of its file stays, in words
 
 
 @cache
@@ -68,9 +69,21 @@ def publish(partial, target):
     _published.add(_unfinished.pop(partial))
 
 
-def settle(partial):
-    """Note that another rank has published the file."""
-    _published.add(_unfinished.pop(partial))
+def settle(argument, partial):
+    """Note that the file is published, by another rank or from a folder in which it was kept."""
+    _unfinished.pop(partial, None)
+    _kept.pop(argument, None)
+    _published.add(argument)
+
+
+def keep(argument, text):
+    """Note, in words, what of an unfinished file stays for a later run if this process must end."""
+    _kept[argument] = text
+
+
+def kept():
+    """What of unfinished files stays, in words; "" if nothing does."""
+    return "; ".join(_kept.values())
 
 
 def discard(partial):

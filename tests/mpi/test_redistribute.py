@@ -16,7 +16,9 @@ from mpiattn.comm import rounds, shared_memory
 from mpiattn.comm.peers import Peers
 from mpiattn.comm.redistribute import Redistribution, all_on
 from mpiattn.decode.token_owners import Ledger
-from mpiattn.files import hdf5, io, own_tokens, staged
+from mpiattn.files import access, hdf5, own_tokens, staged
+from mpiattn.files.input import Input, Wanted
+from mpiattn.files.output import Contents, Output, Written
 from mpiattn.problem.grid import even_dims
 from mpiattn.problem.problem import dtype_name
 
@@ -133,29 +135,29 @@ def test_files(comm, tmp_path_factory, monkeypatch, kind, axes, dtype, batch, ap
         monkeypatch.setattr(own_tokens, "APART", 1)
         monkeypatch.setattr(staged, "LARGE", 1)
     if not apart:
-        monkeypatch.setattr(io, "_on_one_host", lambda *_: False)
+        monkeypatch.setattr(access, "on_one_host", lambda *_: False)
     folder = comm.bcast(str(tmp_path_factory.mktemp("files")) if comm.rank == 0 else None)
     layout, peers = layout_of(kind, 29, comm.size), Peers(comm)
     whole = np.random.default_rng(1).standard_normal((batch, 29, 2, 5)).astype(dtype_name(dtype))
     at = positions(layout, comm.rank)
     shapes = {name: (whole.shape, dtype) for name in "qkv"} | {"lse": ((batch, 2, 29), "float32")}
-    output = io.Output(peers, f"{folder}/x.h5", shapes, {"axes": axes})
-    if apart and not io.parallel():
+    output = Output(peers, f"{folder}/x.h5", {"": Contents(shapes, {"axes": axes})})
+    if apart and not access.parallel():
         monkeypatch.setattr(hdf5, "write", None)
     for name in "qkv":
         output.write(name, whole[:, at], layout)
     lse = whole[..., 0].swapaxes(1, 2).astype("float32")
     output.write("lse", lse[:, :, at].astype("float64"), layout, axis=2)  # converted
     output.commit()
-    source = io.Input(peers, f"{folder}/x.h5", axes=axes)
-    if apart and not io.parallel():
+    source = Input(peers, f"{folder}/x.h5", axes=axes)
+    if apart and not access.parallel():
         monkeypatch.setattr(hdf5, "read", None)
     for entry in (None, batch - 1):
         given = whole if entry is None else whole[entry : entry + 1]
-        (chunk,) = source.chunks([io.Wanted("k", layout, entry)])
+        (chunk,) = source.chunks([Wanted("k", layout, entry)])
         assert chunk.dtype == whole.dtype and np.array_equal(chunk, given[:, at])
         some = layout_of(kind, 20, comm.size)
-        (chunk,) = source.chunks([io.Wanted("v", some, entry, first=9)])
+        (chunk,) = source.chunks([Wanted("v", some, entry, first=9)])
         assert np.array_equal(chunk, given[:, 9:][:, positions(some, comm.rank)])
     source.close()
     with h5py.File(f"{folder}/x.h5", "r") as file:
@@ -202,7 +204,7 @@ def test_written_by_rank_0_where_no_memory_is_shared(comm, tmp_path_factory, mon
     monkeypatch.setattr(shared_memory, "FOLDER", "/no such folder")
     folder = comm.bcast(str(tmp_path_factory.mktemp("files")) if comm.rank == 0 else None)
     layout, whole = Layout("striped", 29, comm.size), np.arange(290, dtype=np.float32).reshape(1, 29, 2, 5)
-    output = io.Output(Peers(comm), f"{folder}/x.h5", {"k": (whole.shape, "float32")})
+    output = Output(Peers(comm), f"{folder}/x.h5", {"": Contents({"k": (whole.shape, "float32")})})
     output.write("k", whole[:, layout.positions(comm.rank)], layout)
     output.commit()
     with h5py.File(f"{folder}/x.h5", "r") as file:
@@ -217,13 +219,15 @@ def test_progress_of_files(comm, tmp_path_factory, monkeypatch):
     folder = comm.bcast(str(tmp_path_factory.mktemp("files")) if comm.rank == 0 else None)
     for kind in LAYOUTS:
         layout, whole, done = layout_of(kind, 29, comm.size), np.ones((3, 29, 2, 5), np.float32), []
-        output = io.Output(Peers(comm), f"{folder}/x.h5", {"k": (whole.shape, "float32")}, {"axes": "bhsd"})
+        output = Output(
+            Peers(comm), f"{folder}/x.h5", {"": Contents({"k": (whole.shape, "float32")}, {"axes": "bhsd"})}
+        )
         output.write("k", whole[:, positions(layout, comm.rank)], layout, progress=done.append)
         output.commit()
         assert comm.allreduce(sum(done)) == pytest.approx(29 * comm.size)
-        source = io.Input(Peers(comm), f"{folder}/x.h5", look=lambda path, axes: ({}, axes), axes="bhsd")
+        source = Input(Peers(comm), f"{folder}/x.h5", look=lambda path, axes: ({}, axes), axes="bhsd")
         done.clear()
-        source.chunks([io.Wanted("k", layout)], done.append)
+        source.chunks([Wanted("k", layout)], done.append)
         source.close()
         assert comm.allreduce(sum(done)) == pytest.approx(29)
 
@@ -232,7 +236,7 @@ def test_progress_of_files(comm, tmp_path_factory, monkeypatch):
 def test_an_error_of_making_a_chunk_is_raised_on_all(comm, tmp_path_factory, monkeypatch, in_place):
     """In the middle of those to write, on the last rank."""
     if not in_place:
-        monkeypatch.setattr(io, "_on_one_host", lambda *_: False)
+        monkeypatch.setattr(access, "on_one_host", lambda *_: False)
     folder = comm.bcast(str(tmp_path_factory.mktemp("files")) if comm.rank == 0 else None)
     layout, peers = Layout("striped", 29, comm.size), Peers(comm)
 
@@ -240,9 +244,9 @@ def test_an_error_of_making_a_chunk_is_raised_on_all(comm, tmp_path_factory, mon
         for name in "kv":
             if name == "v" and comm.rank == comm.size - 1:
                 raise MemoryError("no memory for v")
-            yield io.Written(name, np.zeros((1, layout.length(comm.rank), 2, 5), np.float32), layout)
+            yield Written(name, np.zeros((1, layout.length(comm.rank), 2, 5), np.float32), layout)
 
-    output = io.Output(peers, f"{folder}/x.h5", {name: ((1, 29, 2, 5), "float32") for name in "kv"})
+    output = Output(peers, f"{folder}/x.h5", {"": Contents({name: ((1, 29, 2, 5), "float32") for name in "kv"})})
     with pytest.raises(errors.MpiattnError, match="no memory for v"):
         output.write_each(chunks())
     output.abandon()
@@ -256,12 +260,12 @@ def test_files_with_the_axes_of_a_grid(comm, tmp_path_factory, monkeypatch, axes
     """Where others have one of tokens: written and read where they lie, or by slabs of rows, compressed ones too."""
     monkeypatch.setattr(rounds, "PIECE_BYTES", 300)
     if not apart:
-        monkeypatch.setattr(io, "_on_one_host", lambda *_: False)
+        monkeypatch.setattr(access, "on_one_host", lambda *_: False)
     folder = comm.bcast(str(tmp_path_factory.mktemp("files")) if comm.rank == 0 else None)
     layout, shape, peers = Layout.grid((3, 4, 5), even_dims(comm.size, 2)), (2, 60, 3, 7), Peers(comm)
     whole, at = np.arange(np.prod(shape), dtype=np.float32).reshape(shape), layout.positions(comm.rank)
     shapes = {"q": (shape, "float32"), "lse": ((2, 3, 60), "float32")}
-    output = io.Output(peers, f"{folder}/x.h5", shapes, {"axes": axes}, grid=(3, 4, 5))
+    output = Output(peers, f"{folder}/x.h5", {"": Contents(shapes, {"axes": axes}, (3, 4, 5))})
     output.write("q", whole[:, at], layout)
     output.write("lse", whole[:, at][..., 0].swapaxes(1, 2), layout, axis=2)
     output.commit()
@@ -277,12 +281,12 @@ def test_files_with_the_axes_of_a_grid(comm, tmp_path_factory, monkeypatch, axes
             file.create_dataset("k", data=stored, compression="gzip", chunks=True)
             file["v"] = whole if axes == "bshd" else whole.swapaxes(1, 2)
     comm.Barrier()
-    source = io.Input(peers, f"{folder}/x.h5", look=lambda path, axes: ({}, axes), axes=axes, grid=(3, 4, 5))
+    source = Input(peers, f"{folder}/x.h5", look=lambda path, axes: ({}, axes), axes=axes, grid=(3, 4, 5))
     assert source.grid_of("q") == source.grid_of("k") == (3, 4, 5) and source.grid_of("v") is None
     for name in "qkv":
         for entry in (None, 1):
             given = whole if entry is None else whole[1:]
-            (chunk,) = source.chunks([io.Wanted(name, layout, entry)])
+            (chunk,) = source.chunks([Wanted(name, layout, entry)])
             assert np.array_equal(chunk, given[:, at]), (name, entry)
         for start, stop in ((0, 60), (0, 1), (7, 8), (3, 58), (20, 40), (17, 43), (31, 34), (33, 33)):
             assert np.array_equal(source.tokens(name, start, stop), whole[:, start:stop])

@@ -15,7 +15,7 @@ import numpy as np
 from ...comm.agreement import agreement, from_rank_0
 from ...decode.cache import KVCache
 from ...files.hdf5 import file_errors
-from ...files.io import Input, Wanted
+from ...files.input import Input, Wanted
 from ...problem.layout import Layout, even_part
 from ...system import partial_files
 from .operation import HEAD_DIM, HEADS, Bench, Operation

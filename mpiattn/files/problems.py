@@ -1,0 +1,70 @@
+"""The problems of an input file: its tensors q, k, v, or those of each of its groups, for example a group a layer."""
+
+import re
+from fnmatch import fnmatchcase
+
+import h5py
+
+from ..errors import FileError
+from .hdf5 import contents, listing
+from .shapes import input_file, place_name, shapes_of
+
+
+def read_problems(path, axes=None, chosen=None, names=None, **how):
+    """The problems of a file, as a `look` of `Input`: what `shapes_of` finds in each, by the path of its group; axes.
+
+    A group is a problem if it has a dataset q.  If the file itself has one, it is the only problem, under the path "".
+    The others are in the order of their paths, numbers in them by value.
+    chosen: a pattern, as of a shell, that paths must match; "*" also stands for "/".  names, how: as of `shapes_of`.
+    Raises FileError where there is no problem, and where one does not fit.
+    """
+    names = names or {}
+    with input_file(path) as file:
+        role = names.get("q", "q")
+        if chosen is None and _has(file, role):
+            groups = [""]
+        else:
+            groups = [group for group in _groups(file, role) if chosen is None or fnmatchcase(group, chosen)]
+        if chosen is not None and not groups:
+            there = _groups(file, role)
+            raise FileError(
+                f"--problems is {chosen!r}; it matches none of the groups of IN that have a dataset {role!r}; "
+                + (f"these are {', '.join(there)}" if there else f"IN has{listing(contents(file)) or ' none'}")
+            )
+        problems = {
+            group: shapes_of(file[group or "/"], place_name(path, group), axes, names=names, **how)
+            for group in groups or [""]  # which says what is missing
+        }
+        return problems, axes
+
+
+def _has(group, name):
+    """Whether there is such a dataset, or a link that leads nowhere, which is an error for `dataset_of` to tell."""
+    return isinstance(group.get(name), h5py.Dataset) or (
+        group.get(name) is None and group.get(name, getlink=True) is not None
+    )
+
+
+def _groups(file, role):
+    """Paths of the groups that have a dataset `role`, in order; links to groups above are not followed."""
+    groups, entered = [], set()
+
+    def see(group, path):
+        info = h5py.h5o.get_info(group.id)
+        if (info.fileno, info.addr) in entered:
+            return
+        entered.add((info.fileno, info.addr))
+        if path and _has(group, role):
+            groups.append(path)
+        for name in group:
+            item = group.get(name)  # None behind a link that leads nowhere
+            if isinstance(item, h5py.Group):
+                see(item, f"{path}/{name}" if path else name)
+
+    see(file, "")
+    return sorted(groups, key=_by_number)
+
+
+def _by_number(path):
+    """A key that sorts layer10 after layer9."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path)]
