@@ -1,5 +1,7 @@
 """Input files for the tests of the command line, and what their output must hold."""
 
+from pathlib import Path
+
 import h5py
 import numpy as np
 
@@ -58,12 +60,35 @@ def write_input(
     return path
 
 
-def assert_right(source, result, causal=False, scale=None, tolerance=1e-5, backward=False, **masks):
+def write_problems(path, shapes, backward=False):
+    """An input file of several problems.  shapes: arguments of `write_input` by the path of the group."""
+    with h5py.File(path, "w") as file:
+        for number, (group, shape) in enumerate(shapes.items()):
+            one = write_input(f"{path}.one", backward=backward, seed=number, **shape)
+            with h5py.File(one) as given:
+                for name in given:
+                    given.copy(name, file.require_group(group))
+            Path(one).unlink()
+    return path
+
+
+def datasets(path):
+    """The bytes of all datasets of a file, by path."""
+    found = {}
+    with h5py.File(path) as file:
+        file.visititems(
+            lambda name, item: found.update({name: item[()].tobytes()}) if isinstance(item, h5py.Dataset) else None
+        )
+    return found
+
+
+def assert_right(source, result, causal=False, scale=None, tolerance=1e-5, backward=False, group="/", **masks):
     """The output file holds float64 attention of the input file, in natural order and the input's type.
 
-    backward: and its gradients, and none without.  masks: as of the reference.
+    backward: and its gradients, and none without.  group: of both.  masks: as of the reference.
     """
-    with h5py.File(source) as given, h5py.File(result) as made:
+    with h5py.File(source) as of_source, h5py.File(result) as of_result:
+        given, made = of_source[group], of_result[group]
         q, k, v = (given[name][:] for name in "qkv")
         out, lse = reference.attention(q, k, v, causal, scale, **masks)
         expected = {"out": out}

@@ -32,6 +32,16 @@ def test_datasets(tmp_path):
         assert not np.array_equal(file["q"][0], file["q"][1])
 
 
+def test_many_problems(tmp_path):
+    """A group each, with the same shapes and other numbers."""
+    assert make(tmp_path / "x.h5", "--problems", "3", "--dout", "--documents", "2") == 0
+    with h5py.File(tmp_path / "x.h5") as file:
+        assert list(file) == ["0", "1", "2"]
+        assert all(set(group) == {"q", "k", "v", "dout", "cu_seqlens"} for group in file.values())
+        drawn = [file[group][name][...].tobytes() for group in file for name in ("q", "k", "v", "dout")]
+        assert len(set(drawn)) == len(drawn)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_gradient_and_documents(tmp_path, dtype):
     assert (

@@ -2,8 +2,8 @@
 
 The datasets q (batch, seqlen, heads, head_dim), k and v (batch, seqlen_k, kv_heads, ...), with --dout dout
 (batch, seqlen, heads, value_dim), and with --bias bias (batch, heads, seqlen, seqlen_k), hold standard normal numbers
-in natural token order. They are written a piece at a time, so the file may be larger than memory. The same seed and
-shapes give the same file.
+in natural token order. They are written a piece at a time, so the file may be larger than memory. With --problems N
+they are in each of the groups 0 to N - 1, with other numbers. The same seed and shapes give the same file.
 """
 
 import math
@@ -20,6 +20,7 @@ from ..files.grids import spread
 from ..problem.problem import ITEMSIZE, Problem
 from ..system.atomic_file import HDF5, NewFile
 from ..system.launch_variables import launch_rank
+from ..system.words import number
 
 PIECE_ELEMENTS = 2**22
 NAMES = "q", "k", "v", "dout"  # of tensors
@@ -59,6 +60,7 @@ def add_arguments(parser):
         help="add the boundaries of N documents of random lengths, dataset cu_seqlens (and "
         "cu_seqlens_k with --seqlen-k), for run --documents cu_seqlens",
     )
+    parser.add_argument("--problems", type=int, metavar="N", help="this many problems, a group each")
     parser.add_argument("--dtype", default="float32", metavar="TYPE", help=f"{', '.join(ITEMSIZE)} (default: float32)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the random numbers (default: 0)")
 
@@ -76,6 +78,9 @@ def run(args):
     problem = Problem(**options.given(args, "seqlen-k", *options.SHAPE), seqlen=tokens)
     if args.seed < 0:
         raise ArgumentError(f"seed is {args.seed}; it must not be negative")
+    if args.problems is not None and args.problems < 1:
+        raise ArgumentError(f"problems is {args.problems}; it must be 1 or more")
+    groups = [""] if args.problems is None else list(map(str, range(args.problems)))
     p = problem
     shapes = {
         "q": (p.batch, p.seqlen, p.heads, p.head_dim),
@@ -93,28 +98,32 @@ def run(args):
     shapes = {name: spread(shape, 1, args.grid) for name, shape in shapes.items()}
     with NewFile("FILE", args.file, (), HDF5) as new, hdf5.file_errors("FILE", args.file, "written"):
         with hdf5.writing(new.partial, create=True) as file:
-            hdf5.create_datasets(
-                file,
-                {name: (shape, p.dtype) for name, shape in shapes.items()}
-                | {name: (shape, p.partial_dtype) for name, shape in of_pairs.items()}
-                | {name: (cut.shape, cut.dtype) for name, cut in cuts.items()},
-            )
+            for group in groups:
+                hdf5.create_datasets(
+                    hdf5.group(file, group),
+                    {name: (shape, p.dtype) for name, shape in shapes.items()}
+                    | {name: (shape, p.partial_dtype) for name, shape in of_pairs.items()}
+                    | {name: (cut.shape, cut.dtype) for name, cut in cuts.items()},
+                )
             file.attrs["seed"], file.attrs["axes"] = args.seed, hdf5.AXES[0]
             if p.shared_kv:
                 file.attrs["value_dim"] = p.value_dim
         hdf5.reserve(new.partial)
-        total = sum(math.prod(shape) for shape in (*shapes.values(), *of_pairs.values()))
+        total = len(groups) * sum(math.prod(shape) for shape in (*shapes.values(), *of_pairs.values()))
         with hdf5.writing(new.partial) as file, Progress("generate", total, " elements") as progress:
-            for i, name in enumerate(shapes):
-                _fill(file[name], np.random.default_rng([args.seed, i]), p.dtype, progress)
-            for name in of_pairs:
-                _fill_pairs(file[name], np.random.default_rng([args.seed, len(NAMES)]), p.partial_dtype, progress)
-            for name, cut in cuts.items():
-                hdf5.write(file[name], (0,), cut)
+            for path in groups:
+                group, seed = hdf5.group(file, path), [args.seed, *map(int, filter(None, [path]))]
+                for i, name in enumerate(shapes):
+                    _fill(group[name], np.random.default_rng([*seed, i]), p.dtype, progress)
+                for name in of_pairs:
+                    _fill_pairs(group[name], np.random.default_rng([*seed, len(NAMES)]), p.partial_dtype, progress)
+                for name, cut in cuts.items():
+                    hdf5.write(group[name], (0,), cut)
     listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
     listed += "".join(f", {name} {shape} in {p.partial_dtype}" for name, shape in of_pairs.items())
     listed += "".join(f", {name} {cut.tolist() if len(cut) < 9 else cut.shape}" for name, cut in cuts.items())
-    print(f"{args.file}: {listed}, {p.dtype}, {size(os.path.getsize(args.file))}")
+    of_groups = "" if args.problems is None else f"{number(len(groups), 'problem')}, each with "
+    print(f"{args.file}: {of_groups}{listed}, {p.dtype}, {size(os.path.getsize(args.file))}")
     return 0
 
 

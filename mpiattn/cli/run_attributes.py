@@ -78,7 +78,7 @@ def made_by(tasks):
             if name not in NOT_OF_RESULTS:
                 values.setdefault(name, []).append(str(value))
     of_all = {name: each[0] if len(set(each)) == 1 else _hash(each) for name, each in values.items()}
-    shapes = [(task.group, str(task.plan.problem)) for task in tasks]
+    shapes = [(task.group, task.source.shapes) for task in tasks]
     documents = [task.documents for task in tasks if task.documents]
     if documents:
         of_all["documents"] = f"{of_all.get('documents', 'padding')} ({_hash(documents)})"

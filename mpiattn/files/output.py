@@ -106,7 +106,15 @@ class Output:
             with agreement(peers, only=0), self._errors():
                 if peers.rank == 0:
                     self.new = unfinished.file if unfinished else NewFile(argument, path, inputs, HDF5)
-                    if not (unfinished and unfinished.begun):
+                    if unfinished and unfinished.begun:
+                        self.new.check(
+                            {
+                                _join(path, name): of
+                                for path, each in contents.items()
+                                for name, of in each.stored().items()
+                            }
+                        )
+                    else:
                         self._create()
             self.partial = peers.allgather(self.new and self.new.partial)[0]
             if not unfinished:

@@ -18,7 +18,7 @@ from ..errors import FileError
 from ..system import partial_files
 from ..system.atomic_file import HDF5, check_target, mode_of, sync
 from ..system.os_errors import reason
-from .hdf5 import file_errors
+from .hdf5 import dtype_of, file_errors
 
 MADE_BY = "made_by"  # attribute of OUT: what its results were made by
 
@@ -48,10 +48,9 @@ class Unfinished:
             self._note()
 
     def _note(self):
-        count = len(self.reports)
-        if count:
-            of_all = f"{count} of {self._problems} problems are in {self._folder}"
-            partial_files.keep("OUT", f"{of_all}, and the same command with --resume goes on with the others")
+        of_all = f"{len(self.reports)} of {self._problems} problems are in {self._folder}"
+        text = f"{of_all}, and the same command with --resume goes on with the others" if self.reports else ""
+        partial_files.keep("OUT", text)
 
     def begin(self):
         """Begin the journal of a new file, whose datasets have their place now; collective."""
@@ -93,9 +92,10 @@ class _File:
         try:
             yield
         except (OSError, ValueError, KeyError, TypeError) as error:
-            why = reason(error) if isinstance(error, OSError) else "it is not the folder of such a run"
+            other = "it does not hold what such a run leaves"
             raise FileError(
-                f"OUT is {str(self._path)!r}; {self._folder!r} cannot be {doing}: {why}; to begin anew remove it"
+                f"OUT is {str(self._path)!r}; {self._folder!r} cannot be {doing}: "
+                f"{reason(error) if isinstance(error, OSError) else other}; to begin anew remove it"
             ) from error
 
     def _lines(self):
@@ -128,6 +128,14 @@ class _File:
                 f"{_short(earlier.get(name))} then, {_short(self._made_by.get(name))} now; run it as then, or remove "
                 "that folder to begin anew"
             )
+
+    def check(self, datasets):
+        """Raise FileError unless the file has these datasets, {path: (shape, dtype)}."""
+        with self._errors("read"), h5py.File(self.partial, "r") as file:
+            for name, (shape, dtype) in datasets.items():
+                data = file[name]
+                if (data.shape, dtype_of(data)) != (tuple(shape), dtype.name):
+                    raise ValueError
 
     def begin(self):
         """Begin the journal, of a file whose datasets have their place."""

@@ -61,6 +61,7 @@ def share(argument, partial):
     """Register a partial that another rank made, so that this process removes it too if it must end."""
     _unfinished[partial] = argument
     _published.discard(argument)
+    _kept.pop(argument, None)
 
 
 def publish(partial, target):
@@ -77,13 +78,14 @@ def settle(argument, partial):
 
 
 def keep(argument, text):
-    """Note, in words, what of an unfinished file stays for a later run if this process must end."""
+    """Note, in words, what of an unfinished file stays for a later run if this process must end; "" for nothing."""
     _kept[argument] = text
+    _published.discard(argument)
 
 
 def kept():
     """What of unfinished files stays, in words; "" if nothing does."""
-    return "; ".join(_kept.values())
+    return "; ".join(filter(None, _kept.values()))
 
 
 def discard(partial):
