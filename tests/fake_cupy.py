@@ -348,6 +348,7 @@ class PinnedMemoryPointer(np.ndarray):
 class runtime:
     CUDARuntimeError = CUDARuntimeError
     memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice = 1, 2, 3
+    is_hip = False
 
     @staticmethod
     def getDeviceCount():

@@ -347,6 +347,11 @@ def test_without_cupy_or_gpu(monkeypatch):
         monkeypatch.setattr(fake_cupy.runtime, "getDeviceCount", lambda: 0)
         with pytest.raises(ArgumentError, match="CuPy counts 0 GPUs"):
             backends.get("cuda")
+        monkeypatch.setattr(fake_cupy.runtime, "is_hip", True)
+        with pytest.raises(
+            ArgumentError, match=r"this CuPy is for AMD GPUs \(ROCm\), for which mpiattn has no kernels"
+        ):
+            backends.get("cuda")
 
 
 @pytest.mark.parametrize(

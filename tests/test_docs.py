@@ -148,3 +148,31 @@ def test_the_program_with_a_bias_runs(ranks):
     code += "\n    assert dbias.shape == bias.shape and (dbias != 0).any()"
     code += "\n    assert plan.sent[0] == plan.formula() + plan.formula('backward')\n"
     launch.mpirun(ranks, [sys.executable, "-m", "mpi4py", "-c", code], timeout=60)
+
+
+# Large sites
+
+SITES = launch.DOCS / "sites.md"
+
+
+def test_every_site_says_that_nobody_has_tried_it():
+    _, *sections = re.split(r"^## ", SITES.read_text(), flags=re.MULTILINE)
+    assert len(sections) >= 6
+    for section in sections:
+        title, _, rest = section.partition("\n")
+        assert re.match(r"\s*\*Not run there by us\. Read on \d+ \w+ \d{4}[.,;]", rest), title
+
+
+def test_what_sites_put_into_env_sh_is_what_the_scripts_read():
+    """Shell without errors of syntax, whose variables of mpiattn and options of sbatch have a meaning here."""
+    scripts = "".join(
+        path.read_text() for path in (launch.ROOT / "slurm").iterdir() if path.suffix in (".sh", ".sbatch")
+    )
+    blocks = re.findall(r"^```bash\n(.*?)^```", SITES.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 6
+    for block in blocks:
+        subprocess.run(["bash", "-n"], input=block, text=True, check=True)
+        assert set(re.findall(r"\bMPIATTN_\w+", block)) <= set(re.findall(r"\bMPIATTN_\w+", scripts))
+        assert not re.search(r"--gpus-per-task|--gpu-bind|--cpu-bind", block)
+        for script in re.findall(r"slurm/\w+\.(?:sh|sbatch)", block):
+            assert (launch.ROOT / script).is_file(), script

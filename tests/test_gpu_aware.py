@@ -12,13 +12,16 @@ from files import write_input
 from launch import ROOT, TESTS, mpirun
 
 from mpiattn.backends.testing import emulated
+from mpiattn.system.gpu_aware_mpi import without_transport
 
+VERSION = "MPI VERSION    : CRAY MPICH version 8.1.30 (ANL base 3.4a2)"
+SWITCH = "MPICH_GPU_SUPPORT_ENABLED"
 # A command whose MPI says that it is Cray's.
-CRAY = """
+CRAY = f"""
 import mpi4py, sys
 mpi4py.rc.initialize = False
 from mpi4py import MPI
-MPI.Get_library_version = lambda: "MPI VERSION    : CRAY MPICH version 8.1.30 (ANL base 3.4a2)"
+MPI.Get_library_version = lambda: "{VERSION}"
 from mpiattn.cli import main
 code = main(sys.argv[1:])
 print("MPI started:", MPI.Is_initialized())
@@ -57,9 +60,66 @@ def test_an_mpi_that_would_end_every_rank_is_not_started(tmp_path, command):
     said = " ".join((outcome.stdout + outcome.stderr).split())
     assert outcome.returncode == 1 and "MPI started: False" in said
     assert "MPICH_GPU_SUPPORT_ENABLED is 1" in said and "libmpi_gtl_cuda" in said and "not linked" in said
-    for cure in ("craype-accel-nvidia90", "LD_PRELOAD=", "rebuild mpi4py", "unset MPICH_GPU_SUPPORT_ENABLED"):
+    for cure in ("unset MPICH_GPU_SUPPORT_ENABLED", "LD_PRELOAD=", "MPICC='cc -shared' pip install", "--no-cache-dir"):
         assert cure in said, said
     assert ("FAIL GPU-aware MPI" in said) == (command == "check")
+
+
+def test_the_tests_of_a_cluster_do_not_start_it_either():
+    outcome = on_a_cray("check", "--full", MPICH_GPU_SUPPORT_ENABLED="1")
+    assert outcome.returncode == 1 and "MPI started: False" in outcome.stdout
+    assert "FAIL  GPU-aware MPI" in outcome.stdout and "passed" not in outcome.stdout
+
+
+@pytest.mark.parametrize(
+    "device, library, first, also",
+    [
+        ("nvidiactl", "libmpi_gtl_cuda,", "load the module of the GPUs (craype-accel-nvidia80", "unset"),
+        ("kfd", "libmpi_gtl_hsa,", f"unset {SWITCH}: mpiattn computes on no AMD GPU", "craype-accel-amd-gfx90a"),
+        ("", "libmpi_gtl_cuda or libmpi_gtl_hsa,", f"unset {SWITCH}: this node has no GPU", "craype-accel-nvidia80"),
+    ],
+)
+def test_the_advice_goes_by_the_gpus_of_the_node(device, library, first, also):
+    """Cray's library of the node's maker is named; on a node without GPUs the variable alone is wrong."""
+    why, advice = without_transport(VERSION, {SWITCH: "1"}, [], [device])
+    assert f"{SWITCH} is 1, but {library}" in why and "GTL library is not linked" in why
+    assert advice.startswith(first) and also in advice
+    assert "MPICC='cc -shared' pip install --force-reinstall --no-cache-dir --no-binary=mpi4py mpi4py" in advice
+    (preload,) = [word for word in advice.split() if word.startswith("LD_PRELOAD=")]
+    assert preload.endswith("libmpi_gtl_hsa.so" if device == "kfd" else "libmpi_gtl_cuda.so")
+    assert without_transport(VERSION, {SWITCH: "1"}, ["/opt/cray/pe/lib64/libmpi_gtl_hsa.so.0"], [device]) is None
+
+
+# A command whose mpi4py raises an error as it loads its MPI.
+UNLOADABLE = """
+import sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "mpi4py.MPI":
+            raise {}
+sys.meta_path.insert(0, Finder())
+from mpiattn.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+COMPILED = "ImportError('libcudart.so.12: cannot open shared object file', name=name)"
+WHEEL = "RuntimeError('cannot load MPI library\\nlibmpi.so.12: cannot open shared object file')"
+
+
+@pytest.mark.parametrize("command, error", [("info", WHEEL), ("check", COMPILED), ("run", COMPILED)])
+def test_an_mpi_that_cannot_be_loaded(tmp_path, command, error):
+    """As that of mpi4py with libmpi_gtl_cuda on nodes without CUDA: a line says so, not Python's trace."""
+    launch.require_launch()
+    words = {"run": ("run", tmp_path / "in.h5", tmp_path / "out.h5")}.get(command, (command,))
+    outcome = subprocess.run(
+        [sys.executable, "-c", UNLOADABLE.format(error), *map(str, words)],
+        env=launch.environment(),
+        text=True,
+        capture_output=True,
+        timeout=60 * launch.time_factor(),
+    )
+    assert outcome.returncode == 1 and len(outcome.stderr.splitlines()) == 1, outcome.stderr
+    assert f"mpiattn {command}: mpi4py cannot load its MPI on " in outcome.stderr
+    assert error.split("'")[1].split("\\n")[-1] in outcome.stderr and "Load the modules of the MPI" in outcome.stderr
 
 
 def test_check_tells_programs_as_well(tmp_path):

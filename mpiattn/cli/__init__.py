@@ -76,6 +76,12 @@ def main(argv=None):
     with interrupts.handled(command or "", MAKES.get(command), launch_rank() == 0):
         try:
             return _run(_parser(command).parse_args(argv, argparse.Namespace(words=list(argv))))
+        except (ImportError, RuntimeError) as error:
+            story = startup.unloadable(error)
+            if story is None:
+                raise
+            message.speak(f"mpiattn {command}: {story}\n", launch_rank(), os.getppid())
+            return 1
         finally:
             witness.end()
 

@@ -59,14 +59,18 @@ def run(args):
         args.wrong(f"{args.pytest[0]!r} is for pytest, which --full runs")
     unfit, wrong = gpu_aware_mpi.unfit(), foreign()
     if unfit or wrong:  # MPI must not be started
-        items = [Item("GPU-aware MPI", FAIL, *unfit)] if unfit else [Item("ranks", FAIL, wrong, ADVICE)]
-        if launch_rank() == 0:
-            show(args.json, *_made(items, {}))
-        else:
-            time.sleep(SILENT)
-        return 1
+        return _refuse(args, Item("GPU-aware MPI", FAIL, *unfit) if unfit else Item("ranks", FAIL, wrong, ADVICE))
     timeout = TIMEOUT if args.timeout is None else args.timeout
     return on_all_ranks(lambda job: _run(job, args, timeout), timeout, alone=True)
+
+
+def _refuse(args, item):
+    """Show once why MPI is not started; returns the exit code."""
+    if launch_rank() == 0:
+        show(args.json, *_made([item], {}))
+    else:
+        time.sleep(SILENT)
+    return 1
 
 
 def _run(job, args, timeout):
@@ -119,6 +123,9 @@ def _full(args):
             args.wrong(f"--{name} is given with --full, which takes only arguments after --")
     if importlib.util.find_spec("pytest") is None:
         args.wrong("--full needs pytest: pip install pytest, or mpiattn with its extra `test`")
+    unfit = gpu_aware_mpi.unfit()
+    if unfit:
+        return _refuse(args, Item("GPU-aware MPI", FAIL, *unfit))
     try:
         tests = test_dir()
     except FileError as error:

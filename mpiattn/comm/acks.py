@@ -3,6 +3,8 @@
 import numpy as np
 from mpi4py import MPI
 
+from . import arrivals
+
 TAG = 31999  # of these messages only, on a communicator that plans and caches do not use for theirs
 _NUMBERS = np.arange(256, dtype=np.uint8)  # what is sent; never freed, since MPI may still read it
 
@@ -19,8 +21,7 @@ class Acks:
 
     def receive(self):
         """The numbers of the slots that have come back since the last call."""
-        numbers, number = [], np.empty(1, np.uint8)
-        while (message := self.comm.Improbe(MPI.ANY_SOURCE, TAG)) is not None:
-            message.Recv([number, MPI.BYTE])
-            numbers.append(int(number[0]))
+        numbers = []
+        while (message := arrivals.take(self.comm, TAG)) is not None:
+            numbers += message[1]
         return numbers

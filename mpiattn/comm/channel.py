@@ -11,6 +11,8 @@ import time
 
 from mpi4py import MPI
 
+from . import arrivals
+
 TAG = 32000  # of these messages only; MPI guarantees tags up to 32767
 LISTEN = 1e-3  # seconds between two probes for messages while a rank waits
 ANSWER = 1.0  # seconds in which a waiting rank answers, even on a crowded core
@@ -81,19 +83,17 @@ class Channel:
 
     def poll(self):
         """Read and answer the messages that have come."""
-        status = MPI.Status()
-        while (message := self.comm.Improbe(MPI.ANY_SOURCE, self.tag, status)) is not None:
-            data = bytearray(status.Get_count(MPI.BYTE))
-            message.Recv([data, MPI.BYTE])
+        while (message := arrivals.take(self.comm, self.tag)) is not None:
+            source, data = message
             mark, kind, text = pickle.loads(data)
             if mark != self.mark:
                 continue
             if kind == "failure":
                 self.failure = self.failure or text
             elif kind == "question":
-                self._send([status.source], "answer", _calls[-1] if _calls else "")
+                self._send([source], "answer", _calls[-1] if _calls else "")
             else:
-                self._answers[status.source] = text
+                self._answers[source] = text
 
     def roll_call(self, done):
         """Who answers, in words; "" if there are no other ranks or `done()` becomes true meanwhile."""

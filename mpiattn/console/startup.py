@@ -1,5 +1,7 @@
 """Starts MPI: after the arguments are parsed, and with a time limit."""
 
+import socket
+
 from . import interrupts, witness
 
 LOADING = 30.0  # seconds added to the timeout: hosts load Python at different speeds
@@ -17,6 +19,19 @@ def defer(wanted=True):
     mpi4py.rc.initialize = not wanted
     if mpi4py.rc.finalize is None:
         mpi4py.rc.finalize = True
+
+
+def unloadable(error):
+    """What to say if mpi4py has raised this error as it loaded its MPI, else None."""
+    # Without MPI, mpi4py's wheels raise RuntimeError; what is compiled with one MPI cannot be imported.
+    if getattr(error, "name", None) != "mpi4py.MPI" and not str(error).startswith("cannot load MPI library"):
+        return None
+    what = " ".join(str(error).removeprefix("cannot load MPI library").split())
+    return (
+        f"mpi4py cannot load its MPI on {socket.gethostname()}: {what}. Nothing was done. Load the modules of the MPI "
+        "that mpi4py was installed with, and of what it is linked with, on every node; or rebuild mpi4py with the "
+        "MPI that is there"
+    )
 
 
 def start(timeout):

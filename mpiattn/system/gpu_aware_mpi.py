@@ -14,12 +14,16 @@ from .host import ask, loaded
 LIBRARY = r"^libp?mpi.*\.so"
 QUERY = "MPIX_Query_cuda_support"
 CRAY, CRAY_SWITCH = "CRAY MPICH", "MPICH_GPU_SUPPORT_ENABLED"
-CRAY_ADVICE = (
-    "load the module of the GPUs (craype-accel-nvidia80 or craype-accel-nvidia90) and rebuild mpi4py with it, so that "
-    "it is linked (MPICC='cc -shared' pip install --force-reinstall --no-binary=mpi4py mpi4py), or set "
-    "LD_PRELOAD=$CRAY_MPICH_ROOTDIR/gtl/lib/libmpi_gtl_cuda.so for all ranks, or, to do without GPU-aware MPI, "
-    f"unset {CRAY_SWITCH}"
+GTL = "libmpi_gtl_{}"  # by which Cray MPICH takes device memory; one for CUDA, one for AMD's HSA
+NVIDIA, AMD = "nvidiactl", "kfd"  # what Linux has in /dev where there are GPUs of that maker
+UNSET = f"unset {CRAY_SWITCH}"
+REBUILD = (
+    "load the module of the GPUs ({}) and rebuild mpi4py with it, so that it is linked (MPICC='cc -shared' pip install "
+    "--force-reinstall --no-cache-dir --no-binary=mpi4py mpi4py), or set "
+    "LD_PRELOAD=$CRAY_MPICH_ROOTDIR/gtl/lib/{}.so for all ranks"
 )
+REBUILD_CUDA = REBUILD.format("craype-accel-nvidia80 or craype-accel-nvidia90", GTL.format("cuda"))
+REBUILD_HSA = REBUILD.format("craype-accel-amd-gfx90a on MI250X", GTL.format("hsa"))
 
 
 def unfit():
@@ -28,17 +32,37 @@ def unfit():
 
     if MPI.Is_initialized():
         return None
-    return without_transport(MPI.Get_library_version(), os.environ, loaded(r"^libmpi_gtl_"))
+    devices = [name for name in (NVIDIA, AMD) if os.path.exists(f"/dev/{name}")]
+    return without_transport(MPI.Get_library_version(), os.environ, loaded(r"^libmpi_gtl_"), devices)
 
 
-def without_transport(version, environ, transports):
-    """As `unfit`, from the collected evidence.  transports: Cray's GPU transport libraries that are in this process."""
+def without_transport(version, environ, transports, devices):
+    """As `unfit`, from the collected evidence.
+
+    transports: Cray's GPU transport libraries that are in this process.  devices: those of NVIDIA and AMD that
+        the node's /dev has.
+    """
     if CRAY not in version.upper() or not _is_set(environ, CRAY_SWITCH) or transports:
         return None
+    library, advice = _cray_advice(devices)
     return (
-        f"{CRAY_SWITCH} is {environ[CRAY_SWITCH]}, but libmpi_gtl_cuda, the library by which Cray MPICH takes device "
+        f"{CRAY_SWITCH} is {environ[CRAY_SWITCH]}, but {library}, the library by which Cray MPICH takes device "
         "memory, is not in this process: MPI would end every rank ('GTL library is not linked')",
-        CRAY_ADVICE,
+        advice,
+    )
+
+
+def _cray_advice(devices):
+    """(the library that is missing, what to do) on a node with these devices."""
+    if NVIDIA in devices:
+        return GTL.format("cuda"), f"{REBUILD_CUDA}, or, to do without GPU-aware MPI, {UNSET}"
+    if AMD in devices:
+        return GTL.format("hsa"), (
+            f"{UNSET}: mpiattn computes on no AMD GPU, and MPI gets host memory from it. Where MPI gets memory of AMD "
+            f"GPUs from the same program, {REBUILD_HSA}"
+        )
+    return " or ".join(map(GTL.format, ("cuda", "hsa"))), (
+        f"{UNSET}: this node has no GPU. For jobs on nodes with NVIDIA's GPUs, {REBUILD_CUDA}"
     )
 
 

@@ -20,6 +20,8 @@ def missing():
     except ImportError as error:
         return f"it needs CuPy ({error}): " + " or ".join(f"pip install 'mpiattn[{extra}]'" for extra in EXTRAS)
     runtime = cupy.cuda.runtime
+    if getattr(runtime, "is_hip", False):
+        return "this CuPy is for AMD GPUs (ROCm), for which mpiattn has no kernels"
     try:
         return "" if runtime.getDeviceCount() else "CuPy counts 0 GPUs"
     except runtime.CUDARuntimeError as error:
