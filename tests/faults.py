@@ -7,11 +7,13 @@
 
 A trial is SUBJECT/PHASE/FAULT/RANK/CALL: rank RANK of four meets its fault where PHASE is called for the CALL-th time
 after the first.  Promised is, that the job ends within the time-out and ten seconds, not with code 0, that it names the
-rank and its host, once if it is a command, and that OUT is whole or not there, and nothing else left.
+rank and its host, once if it is a command, and that OUT is whole or not there, and nothing else left.  The subject
+"many" has a file of many problems; then the same command, with --resume, must give what a run without a fault gives.
 """
 
 import argparse
 import contextlib
+import functools
 import os
 import random
 import re
@@ -29,7 +31,7 @@ import launch  # noqa: E402
 import pytest  # noqa: E402
 import slurm_cluster  # noqa: E402
 import slurm_jobs  # noqa: E402
-from files import write_input  # noqa: E402
+from files import datasets, write_input, write_problems  # noqa: E402
 
 RANKS = 4
 TIMEOUT = 5.0  # seconds that a rank waits for others
@@ -42,12 +44,19 @@ FAULTS = {
     "leave": "it calls sys.exit",
     "exit": "it calls os._exit",
 }
+SIGNALS = {"end": "it gets SIGUSR1", "term": "it gets SIGTERM"}  # faults of "many"
 READING = {"read": "files.input.Input.chunks", "exchange": "comm.rounds.Rounds.turn"}
 WRITING = {"write": "files.output.Output.write_each", "commit": "files.output.Output.commit"}
 END = {"end": "console.launch.Job.end"}
 FORWARD = {"planning": "comm.mesh.Mesh.__init__", "steps": "engine.executor.Executor._run_block"}
 CACHE = {"append": "decode.cache.KVCache.append", "decode": "decode.combine.Combiner.run"}
+KEPT = {
+    "begin": "files.unfinished.Unfinished.begin",
+    "flush": "files.output.Output.flush",
+    "note": "files.unfinished.Unfinished.add",
+}
 PHASES = {
+    "many": {"read": READING["read"]} | FORWARD | WRITING | KEPT | END,
     "run": READING | FORWARD | WRITING | END,
     "backward": FORWARD | {"read again": "files.input.Input.tokens"} | WRITING,
     "decode": {"read": "files.input.Input.tokens", "decode": CACHE["decode"]} | WRITING | END,
@@ -55,6 +64,7 @@ PHASES = {
     "mpi4py program": FORWARD | CACHE,
 }
 CALLS = {"steps": 6, "append": 3, "decode": 3}  # a program comes to a phase that often, at least
+PROBLEMS = {str(number): {"seqlen": 67 if number % 2 else 90} for number in range(5)}
 # What the launcher says, or `python -m mpi4py`, before mpiattn can.
 WITHOUT_A_WORD = {
     ("program", "kill"),
@@ -64,6 +74,7 @@ WITHOUT_A_WORD = {
     ("mpi4py program", "leave"),
 }
 COMMANDS = {
+    "many": ["run", "many.h5", "out.h5", "--resume", "--schedule", "greedy", "--tile", "2x2", "--causal"],
     "run": ["run", "in.h5", "out.h5", "--schedule", "greedy", "--tile", "2x2", "--layout", "striped"],
     "backward": ["run", "in.h5", "out.h5", "--schedule", "greedy", "--backward", "--verify", "--tile", "2x2"],
     "decode": ["decode", "in.h5", "queries.h5", "out.h5", "--verify"],
@@ -92,6 +103,8 @@ def struck(*args, **how):
             file.write(repr(time.monotonic()))
         if fault in ("kill", "stop"):
             os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+        elif fault in ("end", "term"):
+            os.kill(os.getpid(), signal.SIGUSR1 if fault == "end" else signal.SIGTERM)
         elif fault == "raise":
             raise ZeroDivisionError("on purpose")
         else:
@@ -139,11 +152,15 @@ class Trial(NamedTuple):
         return cls(subject, phase, fault, int(victim), int(call))
 
     @classmethod
-    def draw(cls, rng):
-        """A random one."""
-        subject = rng.choice(list(PHASES))
+    def draw(cls, rng, subject=None):
+        """A random one, of this subject if it is given."""
+        subject = subject or rng.choice(list(PHASES))
         phase = rng.choice(list(PHASES[subject]))
-        return cls(subject, phase, rng.choice(list(FAULTS)), rng.randrange(RANKS), rng.randrange(CALLS.get(phase, 1)))
+        fault = rng.choice([*FAULTS, *SIGNALS] if subject == "many" else list(FAULTS))
+        often = CALLS.get(phase, 1)
+        if subject == "many" and phase not in ("planning", "commit", "begin", "end"):
+            often = len(PROBLEMS)
+        return cls(subject, phase, fault, rng.randrange(RANKS), rng.randrange(often))
 
     def command(self, python, folder, timeout):
         """What each rank runs, in `folder`."""
@@ -180,6 +197,7 @@ def prepare(folder):
     """What the trials of a folder need."""
     (folder / "rank.py").write_text(RANK)
     write_input(folder / "in.h5", backward=True)
+    write_problems(folder / "many.h5", PROBLEMS)
     write_input(folder / "queries.h5", seqlen=1, seed=1)
 
 
@@ -200,29 +218,60 @@ def judge(trial, code, wrote, seconds, folder, timeout):
         yield f"no end within {LIMIT:g} s"
     elif seconds > timeout + SOON:
         yield f"ended {seconds:.1f} s after the fault"
-    if code == 0:
+    whole = _is_whole(trial, folder / "out.h5")
+    if code == 0 and not (trial.fault == "end" and whole):  # SIGUSR1 in the last problem
         yield "code 0"
-    said = [line for line in wrote.splitlines() if "mpiattn: " in line]  # a launcher may indent it
+    said = [line for line in wrote.splitlines() if re.search("mpiattn( run)?: ", line)]  # a launcher may indent it
     host = re.escape(os.uname().nodename)  # an error that the ranks agree on is told without it
     naming = re.search(rf"rank {trial.victim} (of {RANKS} )?on {host}|\(on rank {trial.victim} of {RANKS}\)", wrote)
     if trial.subject in COMMANDS:
-        if len(said) != 1:
+        if len(said) != (code != 0):
             yield f"{len(said)} messages"
+        elif trial.fault in SIGNALS:
+            signal = {"end": "ended by SIGUSR1", "term": "ended by SIGTERM"}[trial.fault]
+            if said and signal not in said[0]:
+                yield "the message does not name the signal"
         elif not naming:
             yield "the message does not name the rank and its host"
     elif not (naming or (trial.subject, trial.fault) in WITHOUT_A_WORD or "ZeroDivisionError: on purpose" in wrote):
         yield "nothing names the rank and its host"
-    if (folder / "out.h5").exists():
-        try:
-            with h5py.File(folder / "out.h5") as file:
-                whole = {"out", "lse"} <= set(file) and "ranks" in file.attrs
-        except OSError:
-            whole = False
-        if not whole:
-            yield "OUT is there and not whole"
+    if (folder / "out.h5").exists() and not whole:
+        yield "OUT is there and not whole"
     left = [path.name for path in folder.iterdir() if path.name.endswith(".partial")]
     if left and trial.fault not in ("kill", "exit"):  # then launchers kill those that could remove it
         yield f"left behind: {', '.join(left)}"
+
+
+def _is_whole(trial, path):
+    """Whether OUT is there and whole."""
+    try:
+        with h5py.File(path) as file:
+            if trial.subject == "many":
+                return set(file) == set(PROBLEMS) and "made_by" in file.attrs
+            return {"out", "lse"} <= set(file) and "ranks" in file.attrs
+    except OSError:
+        return False
+
+
+@functools.cache
+def _undisturbed():
+    """The datasets that a run of "many" makes without a fault."""
+    with tempfile.TemporaryDirectory(prefix="mpiattn-fault-") as folder:
+        prepare(Path(folder))
+        code, wrote = mpiexec(Trial("many", "end", "kill", -1, 0), Path(folder), TIMEOUT)
+        assert code == 0, wrote
+        return datasets(Path(folder) / "out.h5")
+
+
+def resume(trial, folder, start, timeout):
+    """Run a trial's command again, without the fault; what is not as promised, in words."""
+    code, wrote = start(trial._replace(victim=-1), folder, timeout)
+    if code != 0:
+        yield f"code {code} of the run that went on: {wrote}"
+    elif datasets(folder / "out.h5") != _undisturbed():
+        yield "other results than without a fault"
+    elif (folder / "out.h5.unfinished").exists():
+        yield "left behind: out.h5.unfinished"
 
 
 def run(trial, folder, start=mpiexec, timeout=TIMEOUT):
@@ -233,7 +282,10 @@ def run(trial, folder, start=mpiexec, timeout=TIMEOUT):
     if not mark.exists():
         return Outcome(code, wrote, None, ("failed before the fault",) if code != 0 else ())
     seconds = end - float(mark.read_text())
-    return Outcome(code, wrote, seconds, tuple(judge(trial, code, wrote, seconds, folder, timeout)))
+    wrong = [*judge(trial, code, wrote, seconds, folder, timeout)]
+    if trial.subject == "many":
+        wrong += resume(trial, folder, start, timeout)
+    return Outcome(code, wrote, seconds, tuple(wrong))
 
 
 @contextlib.contextmanager
@@ -268,10 +320,10 @@ def table(outcomes):
     cells = {}
     for trial, outcome in outcomes:
         cells.setdefault((trial.subject, trial.phase), {}).setdefault(trial.fault, []).append(outcome)
-    lines = [f"{'trials, wrong ones':34}" + "".join(f"{fault:>10}" for fault in FAULTS)]
+    lines = [f"{'trials, wrong ones':34}" + "".join(f"{fault:>10}" for fault in (*FAULTS, *SIGNALS))]
     for (subject, phase), row in sorted(cells.items()):
         shown = []
-        for fault in FAULTS:
+        for fault in (*FAULTS, *SIGNALS):
             met = [outcome for outcome in row.get(fault, []) if outcome.seconds is not None or outcome.wrong]
             wrong = sum(bool(outcome.wrong) for outcome in met)
             shown.append(f"{len(met)}{f', {wrong}' if wrong else ''}" if met else "-")
@@ -281,7 +333,7 @@ def table(outcomes):
 
 def _trials(args):
     rng = random.Random(args.seed)
-    return [Trial.parse(text) for text in args.trial] or [Trial.draw(rng) for _ in range(args.trials)]
+    return [Trial.parse(text) for text in args.trial] or [Trial.draw(rng, args.subject) for _ in range(args.trials)]
 
 
 def _run_all(args):
@@ -321,6 +373,7 @@ def main():
         metavar="SUBJECT/PHASE/FAULT/RANK/CALL",
         help="this one, and show what it wrote",
     )
+    parser.add_argument("--subject", choices=PHASES, help="of all trials (default: any)")
     parser.add_argument("--timeout", type=float, default=TIMEOUT, help="of the ranks (default: %(default)s)")
     parser.add_argument(
         "--python", action="append", default=[], help="whose mpiexec and MPI to use (default: this one)"
@@ -331,6 +384,7 @@ def main():
     if not args.python:
         return _run_all(args)
     given = [f"--{name}={getattr(args, name)}" for name in ("trials", "seed", "timeout", "launcher")]
+    given += [f"--subject={args.subject}"] * bool(args.subject)
     given += ["--slurm"] * args.slurm + [f"--trial={trial}" for trial in args.trial]
     return max(subprocess.run([python, __file__, *given]).returncode for python in args.python)
 

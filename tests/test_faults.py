@@ -14,6 +14,10 @@ TRIALS = (
     "run/steps/exit/1/3",
     "program/steps/raise/2/5",
     "mpi4py program/steps/raise/1/0",
+    "many/note/kill/0/2",
+    "many/steps/end/2/1",
+    "many/flush/raise/3/3",
+    "many/commit/exit/1/0",
 )
 
 

@@ -48,9 +48,11 @@ class Unfinished:
             self._note()
 
     def _note(self):
-        of_all = f"{len(self.reports)} of {self._problems} problems are in {self._folder}"
-        text = f"{of_all}, and the same command with --resume goes on with the others" if self.reports else ""
-        partial_files.keep("OUT", text)
+        count, rest = len(self.reports), "goes on with the others"
+        if count == self._problems:
+            rest = "makes OUT of them"
+        text = f"{count} of {self._problems} problems are in {self._folder}, and the same command with --resume {rest}"
+        partial_files.keep("OUT", text if count else "")
 
     def begin(self):
         """Begin the journal of a new file, whose datasets have their place now; collective."""
