@@ -131,6 +131,7 @@ def test_each_group_has_its_own_attributes_masks_and_biases(tmp_path):
         (["--problems", "layer/*"], "--problems is 'layer/*'; it matches none of the groups of IN that have a "),
         (["--names", "q=queries"], "it has no dataset 'queries', it must have q, k and v"),
         (["--trace", "t.json"], "--trace is given, and IN has 4 problems; choose one by --problems"),
+        (["--trace", "t.json", "--problems", "encoder", "--resume"], "--trace is given with --resume; "),
         (["--documents", "cuts"], "--documents is 'cuts'; it must be a dataset of IN or a file, and "
             "there is none of that name (in group 'encoder' of IN)"),
         (["--backward"], "in.h5:/encoder'; it has no dataset 'dout'"),
@@ -271,3 +272,26 @@ def test_the_launcher_hands_the_signal_on(tmp_path):
     _, said = process.communicate(timeout=60 * time_factor())
     assert process.returncode == 138 and "ended by SIGUSR1" in said
     assert 1 < len(journal.read_text().splitlines()) <= 41
+
+
+@pytest.mark.parametrize("after", ["add", "commit"])
+def test_the_only_problem_is_finished_and_out_is_not(tmp_path, after):
+    """Killed between the two: the report then is that of many problems, and OUT the same."""
+    source, out, made = write_input(tmp_path / "in.h5"), tmp_path / "out.h5", tmp_path / "run.json"
+    owner = "files.unfinished.Unfinished" if after == "add" else "files.output.Output"
+    code = (
+        "import os, sys, importlib\n"
+        f"module, name = '{owner}'.rsplit('.', 1)\n"
+        "owner = getattr(importlib.import_module('mpiattn.' + module), name)\n"
+        f"whole = owner.{after}\n"
+        "def struck(self, *arguments):\n"
+        f"    {'whole(self, *arguments)' if after == 'add' else 'pass'}\n"
+        "    os._exit(9)\n"
+        f"owner.{after} = struck\n"
+        "from mpiattn.cli import main; main(sys.argv[1:])"
+    )
+    outcome = subprocess.run([sys.executable, "-c", code, "run", source, out, "--resume"], env=environment())
+    assert outcome.returncode == 9 and not out.exists()
+    assert "(no group)" in run(1, source, out, "--resume", "--json", made).stdout
+    assert list(json.loads(made.read_text())["problems"]) == [""]
+    assert_right(source, out)

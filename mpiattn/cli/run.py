@@ -108,8 +108,7 @@ def _run(job, args):
     look = partial(read_problems, chosen=args.problems, names=args.names, backward=args.backward, grid=args.grid)
     source = Input(peers, args.input, args.max_message, look, names=args.names, axes=args.axes, grid=args.grid)
     with agreement(peers):
-        if args.trace and len(source.shapes) > 1:
-            raise ArgumentError(f"--trace is given, and IN has {len(source.shapes)} problems; choose one by --problems")
+        _check_trace(args, len(source.shapes))
     tasks = run_problem.tasks_of(comm, peers, args, source)
     peers.timeout = max(peers.timeout, *(task.plan.timeout for task in tasks))  # phases may take as long as a pass
     origin, kept = opening.origin(peers, args.words), None
@@ -122,23 +121,12 @@ def _run(job, args):
         return 0
     _open(peers, args, tasks, origin, kept)
     output = _output(peers, args, tasks, origin, kept)
-    reports = dict(kept.reports) if kept else {}
-    many, left = len(tasks) > 1 or bool(reports), [task for task in tasks if task.group not in reports]
-    del tasks  # which would keep the biases of problems that are done
     try:
-        with EndRequest(kept is not None) as request, _progress(many, left) as phases:
-            while left and not request.of_any(peers):
-                task = left.pop(0)
-                job.seconds, job.of = {}, task.group
-                last = all(other.plan is not task.plan for other in left)
-                solved = run_problem.solve(job, args, task, phases(task), last)
-                run_problem.write(job, output, task, solved, phases(task))
-                local = solved.local | {"peak_bytes": run_problem.peak_bytes(), "peak_bytes_before": before}
-                facts = args, task.plan, task.chosen, job.seconds, peers.allgather(local), solved.reports, solved.odd
-                reports[task.group] = as_json(*facts)
-                if kept:
-                    output.flush()
-                    kept.add(task.group, reports[task.group])
+        with EndRequest(kept is not None) as request:
+            left = [task for task in tasks if not (kept and task.group in kept.reports)]
+            many = len(tasks) > len(left) or len(tasks) > 1
+            del tasks  # which would keep the biases of problems that are done
+            reports, facts, trace = _solve_each(job, args, left, many, output, kept, request, before)
         if left:
             if not peers.rank:
                 print(f"mpiattn run: ended by SIGUSR1, OUT was not written; {partial_files.kept()}", file=sys.stderr)
@@ -148,12 +136,42 @@ def _run(job, args):
     finally:
         output.abandon()  # does nothing once the file has its name
     if args.trace:
-        job.on_rank_0(lambda: write_trace("--trace", args.trace, solved.trace))
+        job.on_rank_0(lambda: write_trace("--trace", args.trace, trace))
     if many:
         report(job, args.json, lambda: (as_json_of_all(args, origin, reports), as_text_of_all(args, reports)))
     else:
         report(job, args.json, lambda: (origin | as_json(*facts), as_text(*facts)))
     return 0
+
+
+def _check_trace(args, problems):
+    if args.trace is not None and problems > 1:
+        raise ArgumentError(f"--trace is given, and IN has {problems} problems; choose one by --problems")
+    if args.trace is not None and args.resume:
+        raise ArgumentError("--trace is given with --resume; give one of them: a trace is of a problem computed now")
+
+
+def _solve_each(job, args, left, many, output, kept, request, before):
+    """Compute, verify and write the tasks `left`, and take each off that list, until a signal asks for the end.
+
+    Returns the reports of all problems, finished before or now, by path; what the last report was made of; its trace.
+    """
+    reports, facts, trace = dict(kept.reports) if kept else {}, None, None
+    with _progress(many, left) as phases:
+        while left and not request.of_any(job.peers):
+            task = left.pop(0)
+            job.seconds, job.of = {}, task.group
+            last = all(other.plan is not task.plan for other in left)
+            solved = run_problem.solve(job, args, task, phases(task), last)
+            run_problem.write(job, output, task, solved, phases(task))
+            local = solved.local | {"peak_bytes": run_problem.peak_bytes(), "peak_bytes_before": before}
+            facts = args, task.plan, task.chosen, job.seconds, job.peers.allgather(local), solved.reports, solved.odd
+            reports[task.group] = as_json(*facts)
+            trace, solved = solved.trace, None  # frees the results
+            if kept:
+                output.flush()
+                kept.add(task.group, reports[task.group])
+    return reports, facts, trace
 
 
 def _output(peers, args, tasks, origin, kept):
