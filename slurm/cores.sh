@@ -33,7 +33,7 @@ count_cores() {
 # than was asked for, that is half of it.
 cores_of_a_rank() {
     local asked=${SLURM_CPUS_PER_TASK:-1}
-    if [ $cpus_of_a_core -eq 1 ] || [ $share -gt "$asked" ]; then
+    if [ "$cpus_of_a_core" -eq 1 ] || [ "$share" -gt "$asked" ]; then
         echo "$asked"
     else
         echo $((share < 1 ? 1 : share))

@@ -25,7 +25,7 @@ add_srun() {
                 [[ " ${candidates[*]/%/;} " == *" srun; "* ]] || candidates+=(srun) ;;
             pmix)
                 # The versions are of interest where there are several: pmix is one of them.
-                versions=$(grep -oE "pmix_v[0-9]+" <<< "$offered" | sort -ur)
+                versions=$({ grep -oE "pmix_v[0-9]+" <<< "$offered" || true; } | sort -ur)
                 [[ $offered != *" pmix "* ]] || candidates+=("srun --mpi=pmix")
                 # shellcheck disable=SC2086
                 [[ $offered == *" pmix "* && $(wc -w <<< "$versions") -lt 2 ]] || add_srun $versions ;;
@@ -42,6 +42,7 @@ find_candidates() {
     candidates=()
     [ -z "${MPIATTN_LAUNCH:-}" ] || return 0
     library=$(mpi_library) || die "mpi4py can't load its MPI, see above; load the MPI's module in $slurm/env.sh"
+    library=${library%%,*}
     case $library in
         *"Open MPI"*)   own="open mpi|openrte|prte|prrte" types="pmix pspmix pmi2"
                         options=" --bind-to none" ;;          # else all threads of a rank may share one core
@@ -52,10 +53,11 @@ find_candidates() {
     esac
     version=$(mpiexec --version 2>&1) || version=""
     [[ -z $own || ! ${version,,} =~ $own ]] || candidates+=("mpiexec$options")
-    offered=" $({ srun --mpi=list 2>&1 || true; } | tr -s "[:space:]," " ") "
-    default=${SLURM_MPI_TYPE:-$(scontrol show config 2> /dev/null | sed -n "s/^MpiDefault *= *//p")}
+    offered=$({ srun --mpi=list 2>&1 || true; } | tr -s "[:space:]," " ")
+    offered=" ${offered% } "
+    default=${SLURM_MPI_TYPE:-$({ scontrol show config 2> /dev/null || true; } | sed -n "s/^MpiDefault *= *//p")}
     # The site's default goes first if this MPI speaks it, or if a module has set it for this MPI.
-    [[ -z ${SLURM_MPI_TYPE:-} && " $types " != *" ${default%_v[0-9]*} "* ]] || add_srun default
+    [[ $default == none || -z ${SLURM_MPI_TYPE:-} && " $types " != *" ${default%_v[0-9]*} "* ]] || add_srun default
     # shellcheck disable=SC2086
     add_srun $types default
     candidates_said=$(printf ", %s" "${candidates[@]}")
@@ -64,13 +66,13 @@ find_candidates() {
 
 # In each of two ranks, which have to see each other and to exchange a message.
 probe='
-import os, signal, sys
+import signal, sys
 signal.alarm(int(sys.argv[1]))
 from mpi4py import MPI
 comm = MPI.COMM_WORLD
 if comm.size != 2:
     sys.exit("each rank is alone")
-nodes = comm.allgather(os.environ.get("SLURMD_NODENAME") or MPI.Get_processor_name())
+nodes = comm.allgather(MPI.Get_processor_name())
 if comm.rank == 0:
     print("mpiattn: two ranks on", *nodes, flush=True)
 '
@@ -82,18 +84,18 @@ try_launcher() {
     case "${launcher[*]}" in
         srun*)              starts+=(--ntasks-per-node=$((2 / nodes))) ;;
         *"--bind-to none"*) starts+=(--map-by node) ;;
-        *)                  starts+=(-ppn $((2 / nodes))) ;;
+        *)                  starts=("${launcher[@]}" -ppn $((2 / nodes)) -n 2) ;;      # Intel's takes -ppn before -n only
     esac
-    said=$(I_MPI_JOB_RESPECT_PROCESS_PLACEMENT=0 timeout --kill-after=5 $((limit + 10)) \
-        "${starts[@]}" python3 -c "$probe" "$limit" 2>&1 < /dev/null) || code=$?
+    said=$(timeout --kill-after=5 $((limit + 10)) "${starts[@]}" python3 -c "$probe" "$limit" 2>&1 < /dev/null) || code=$?
     if why=$(grep -m 1 -o "two ranks on .*" <<< "$said") && [ $code -eq 0 ]; then
         return 0
-    elif [ $((SECONDS - began)) -ge "$limit" ]; then
-        why="no answer within $limit s (MPIATTN_LOOK_SECONDS)"
+    fi
+    why=$(grep -m 1 -iE "error|fail|cannot|can't|unable|invalid|not built" <<< "$said" || tail -n 1 <<< "$said")
+    if [ $((SECONDS - began)) -ge "$limit" ]; then
+        why="no answer within $limit s (MPIATTN_LOOK_SECONDS)${why:+, $why}"
     elif [[ $said == *"each rank is alone"* ]]; then
         why="it starts two programs of one rank each"
     else
-        why=$(grep -m 1 -iE "error|fail|cannot|can't|unable|invalid|not built" <<< "$said" || tail -n 1 <<< "$said")
         why="code $code, ${why:-without a word}"
     fi
     return 1
@@ -120,7 +122,7 @@ choose_launcher() {
         failed+=$'\n'"    $candidate: $why"
     done
     die "nothing starts ranks of $library that see each other:$failed"$'\n'"mpiexec on PATH:" \
-        "$(command -v mpiexec || echo none); types of srun:$offered"$'\n'"Load the module of that MPI," \
+        "$(command -v mpiexec || echo none); types of srun:${offered% }"$'\n'"Load the module of that MPI," \
         "or set MPIATTN_LAUNCH, in $slurm/env.sh"
 }
 
