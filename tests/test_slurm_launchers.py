@@ -12,7 +12,7 @@ pytestmark = pytest.mark.workshop
 CRAY = "MPI VERSION : CRAY MPICH version 8.1.28.29 (ANL base 3.4a2)"
 PARASTATION = "=== ParaStation MPI 5.13.0-1 ==="
 OPEN = "Open MPI v5.0.8, package: Open MPI root@site Distribution, ident: 5.0.8"
-MPICH = "MPICH Version: 4.3.2"
+MPICH, INTEL = "MPICH Version: 4.3.2", "Intel(R) MPI Library 2021.18 for Linux* OS"
 HYDRA, PRTE = "HYDRA build details:", "mpiexec (Open MPI) 5.0.8"
 TYPES = (
     "MPI plugin types are...\n\tnone\n\tpmi2\n\tpmix\n\tcray_shasta\nspecific pmix plugin versions available: pmix_v5"
@@ -134,6 +134,8 @@ def job(tmp_path):
             "srun --mpi=pmix_v4; *srun --mpi=pmix_v3; srun --mpi=pmi2; srun",
         ),
         ({"LIBRARY": OPEN, "DEFAULT": "pmix", "WORKS": "pmix"}, "*srun; srun --mpi=pmi2"),
+        ({"LIBRARY": OPEN, "DEFAULT": "pmix_v5", "WORKS": "pmix_v5"}, "*srun; srun --mpi=pmix; srun --mpi=pmi2"),
+        ({"LIBRARY": INTEL, "DEFAULT": "pmix", "WORKS": "pmix"}, "*srun; srun --mpi=pmi2"),
         ({"LIBRARY": OPEN, "DEFAULT": "pmi2", "TYPES": "none pmi2", "WORKS": "pmi2"}, "*srun"),
         # MPICH and what derives from it: not by the mpiexec of another MPI; by a default that this page doesn't know.
         (
@@ -206,6 +208,11 @@ def test_ranks_that_do_not_answer(job):
     assert code == 2 and "mpiattn: not by srun: no answer within 1 s (MPIATTN_LOOK_SECONDS), waiting\n" in said
 
 
+def test_ranks_that_see_each_other_and_then_fail(job):
+    code, said, _ = job("", TYPES="none", SAYS="mpiattn: two ranks on n1 n2\\nMPI_Finalize: no such device")
+    assert code == 2 and "mpiattn: not by srun: code 1, MPI_Finalize: no such device\n" in said
+
+
 @pytest.mark.parametrize("site", [{"MPIATTN_LAUNCH": "srun --mpi=pmi2 -l"}, {"SLURM_NTASKS": "1"}], ids=["said", "one"])
 def test_not_tried(job, site):
     """What MPIATTN_LAUNCH names, and what starts a single rank."""
@@ -241,6 +248,7 @@ def test_not_tried(job, site):
         ({"NODE": CORES, "SLURM_CPUS_PER_TASK": "16"}, 16, "--cpus-per-task=16"),
         ({"DEFAULT": "", "SLURM_CPUS_PER_TASK": "16"}, 16, "--cpus-per-task=16"),
         ({"NODE": CORES}, 1, ""),
+        ({"NODE": CORES.replace("CPUTot=64", "CPUTot=32"), "SLURM_CPUS_PER_TASK": "16"}, 16, "--cpus-per-task=16"),
         # The user has said how to take them.
         ({"NODE": SMT, "SLURM_CPUS_PER_TASK": "8", "SLURM_HINT": "nomultithread"}, 8, "--cpus-per-task=8"),
         ({"NODE": SMT, "SLURM_CPUS_PER_TASK": "16", "SLURM_HINT": "multithread"}, 16, "--cpus-per-task=16"),
