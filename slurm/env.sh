@@ -16,8 +16,8 @@ source .venv/bin/activate || return
 # Seconds within which python3 of every node must say what it has, before any rank is started.
 # export MPIATTN_LOOK_SECONDS=60
 
-# Threads of a rank: the cores that it was given by --cpus-per-task, so that ranks on one node share none.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
+# Threads of a rank: one for each core that it has by --cpus-per-task, so that ranks on one node share none.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(cores_of_a_rank)}
 
 # The fabric, where the MPI does not find the fast one by itself.  `mpiattn check` measures what you get.
 # export FI_PROVIDER=cxi                     # MPICH and Intel MPI, through libfabric: cxi, verbs, psm3, efa, tcp

@@ -4,8 +4,13 @@
 #     readable FILE                     ends the job unless FILE can be read
 #     die MESSAGE                       ends the job with code 2
 #
-# and `slurm`, this folder.
+# and `slurm`, this folder.  In the script's arguments %a, %A and %j stand for numbers of the job, as in Slurm's names of
+# files.
 slurm=$(dirname "${BASH_SOURCE[0]}")
+# shellcheck source=launchers.sh
+source "$slurm/launchers.sh"
+# shellcheck source=cores.sh
+source "$slurm/cores.sh"
 
 die() {
     echo "mpiattn: $*" >&2
@@ -14,41 +19,6 @@ die() {
 
 readable() {
     [ -f "$1" ] && [ -r "$1" ] || die "no file ${1@Q} that $(hostname) can read, in $PWD"
-}
-
-# The MPI that mpi4py loads, in its own words.  Without MPI_Init, which some sites allow in steps of srun only.
-mpi_library() {
-    python3 - <<'END'
-import mpi4py
-mpi4py.rc.initialize = False
-from mpi4py import MPI
-print(" ".join(MPI.Get_library_version().replace("\0", "").splitlines()[0].split()))
-END
-}
-
-# The launcher for that MPI: its own mpiexec, which finds the nodes of the job by itself, else an srun that speaks its
-# protocol.  The mpiexec of another MPI would start as many programs of one rank each.
-choose_launcher() {
-    local library own plugin options="" version offered mpiexec
-    library=$(mpi_library) || die "mpi4py can't load its MPI, see above; load the MPI's module in $slurm/env.sh"
-    case $library in
-        *"Open MPI"*)   own="open mpi|openrte|prte|prrte" plugin=pmix
-                        options=" --bind-to none" ;;          # else all threads of a rank may share one core
-        *CRAY*)         own="" plugin=cray_shasta ;;          # has no mpiexec for Slurm
-        *Intel*)        own="intel" plugin=pmi2 ;;
-        *)              own="hydra|mpich|mvapich" plugin=pmi2 ;;
-    esac
-    version=$(mpiexec --version 2>&1) || version=""
-    if [[ -n $own && ${version,,} =~ $own ]]; then
-        echo "mpiexec$options"
-        return
-    fi
-    offered=$(srun --mpi=list 2>&1) || offered=""
-    offered=$(tr -s "[:space:]" " " <<< "$offered")
-    mpiexec=$(command -v mpiexec) || mpiexec="none on PATH"
-    [[ " $offered " == *" $plugin "* ]] || die "mpi4py uses $library; this mpiexec is not its own: $mpiexec;" \
-        "srun lacks --mpi=$plugin: $offered. Load the MPI's module, or set MPIATTN_LAUNCH, in $slurm/env.sh"
-    echo "srun --mpi=$plugin"
 }
 
 # Prints what a node has, in one line, for all of them to be compared; or what it lacks, and ends with code 1.
@@ -88,26 +58,41 @@ look_at_nodes() {
         die "nodes lack what others have; see to the modules and the environment of $slurm/env.sh there:"$'\n'"$said"
 }
 
-launch() {
-    local nodes=$1 ranks=$2 options
-    shift 2
-    case ${launcher[0]##*/} in
-        srun)   # Slurm does not hand --cpus-per-task on to steps, and by itself lets ranks wait for one that has failed
-                options=(--nodes="$nodes" --ntasks="$ranks" --kill-on-bad-exit=1)
-                [ -z "${SLURM_CPUS_PER_TASK:-}" ] || options+=(--cpus-per-task="$SLURM_CPUS_PER_TASK") ;;
-        *)      options=(-n "$ranks") ;;
-    esac
-    "${launcher[@]}" "${options[@]}" "$@"
+# ARGUMENT with %a (the task of an array), %A (the array, or the job) and %j (the job) replaced, %3a with zeros in front;
+# %% is a percent sign.
+for_this_task() {
+    local rest=$1 so_far="" number
+    while [[ $rest =~ ^([^%]*)%(([0-9]*)([aAj])|%)?(.*)$ ]]; do
+        so_far+=${BASH_REMATCH[1]} rest=${BASH_REMATCH[5]}
+        case ${BASH_REMATCH[4]} in
+            a)  number=${SLURM_ARRAY_TASK_ID:-}
+                [ -n "$number" ] || die "${1@Q} has %a, the task of an array; this job is none: sbatch --array=0-3 ..." ;;
+            A)  number=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID} ;;
+            j)  number=$SLURM_JOB_ID ;;
+            *)  so_far+=%
+                continue ;;
+        esac
+        so_far+=$(printf "%0${BASH_REMATCH[3]:-1}d" "$number")
+    done
+    printf %s "$so_far$rest"
 }
 
 [ -n "${SLURM_JOB_ID:-}" ] || die "this is not a Slurm job: sbatch ${0@Q} ..."
+count_cores
 # shellcheck source=env.sh
 source "$slurm/env.sh" || die "$slurm/env.sh failed, see above (in $PWD)"
 set -euo pipefail
 unset SLURM_EXPORT_ENV        # `sbatch --export=NONE` would else start the ranks without this environment, too
 command -v python3 > /dev/null || die "no python3 on PATH: activate the environment of mpiattn in $slurm/env.sh"
 python3 -c "import mpiattn" || die "$(command -v python3) has no mpiattn: activate its environment in $slurm/env.sh"
-launcher=${MPIATTN_LAUNCH:-$(choose_launcher)} || exit
-read -ra launcher <<< "$launcher"
+for ((i = $#; i > 0; i--)); do      # each goes from the front to the end
+    argument=$(for_this_task "$1") || exit
+    set -- "${@:2}" "$argument"
+done
+find_candidates
 [ "$SLURM_JOB_NUM_NODES" -eq 1 ] || look_at_nodes
-echo "mpiattn: $SLURM_NTASKS ranks on $SLURM_JOB_NUM_NODES nodes ($SLURM_JOB_NODELIST), started by ${launcher[*]}"
+choose_launcher
+[ "$share" -gt 0 ] || echo "mpiattn: the ranks of a node share $cores_of_a_node cores, of $cpus_of_a_core hardware threads each;" \
+    "with sbatch --hint=nomultithread each has one"
+echo "mpiattn: ${SLURM_ARRAY_TASK_ID:+task $SLURM_ARRAY_TASK_ID of array $SLURM_ARRAY_JOB_ID, }$SLURM_NTASKS ranks on" \
+    "$SLURM_JOB_NUM_NODES nodes ($SLURM_JOB_NODELIST), started by ${launcher[*]}$tried"

@@ -66,7 +66,7 @@ class NotUpError(RuntimeError):
 
 
 class Job(NamedTuple):
-    """A job that has ended."""
+    """A job that has ended, or an array, of which `state` has every task's, and `log` what all have written."""
 
     state: str
     exit_code: int
@@ -106,12 +106,12 @@ def _reap(conf):
 
 
 class Cluster:
-    """`nodes` nodes of 4 CPUs and 2 GPUs (by name only), called n1, n2, ...; started by `with`.
+    """`nodes` nodes of 4 cores, 8 hardware threads and 2 GPUs (by name only), called n1, n2, ...; started by `with`.
 
     NotUpError, with the end of the daemons' logs, if they do not come up.
     """
 
-    def __init__(self, folder, nodes=3):
+    def __init__(self, folder, nodes=4):
         self.folder, self.names, self._daemons = Path(folder), [f"n{i + 1}" for i in range(nodes)], []
         self.conf = self.folder / "slurm.conf"
 
@@ -134,7 +134,8 @@ class Cluster:
     def _start(self):
         host, (*ports,) = socket.gethostname().split(".")[0], _free_ports(1 + len(self.names))
         nodes = "\n".join(
-            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 Gres=gpu:2"
+            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 Sockets=1 "
+            "CoresPerSocket=4 ThreadsPerCore=2 Gres=gpu:2"
             for name, port in zip(self.names, ports[1:])
         )
         self.conf.write_text(
@@ -214,23 +215,25 @@ class Cluster:
         A job whose ranks Slurm could not start is submitted again; after three of them the test is skipped.
         """
         for _ in range(3):
-            log = Path(cwd) / f"{Path(script).name}.{secrets.token_hex(4)}.log"
+            log = f"{Path(script).name}.{secrets.token_hex(4)}"
             number = self._client(
-                "sbatch", "--parsable", f"--output={log}", *options, script, *arguments, env=env, cwd=cwd
+                "sbatch", "--parsable", f"--output={log}.%j.log", *options, script, *arguments, env=env, cwd=cwd
             ).stdout.strip()
-            job = self._ended(number, log, seconds)
+            job = self._ended(number, Path(cwd), log, seconds)
             if GARBLED not in job.log:
                 return job
         pytest.skip(f"srun has not started the ranks three times: {GARBLED}")
 
-    def _ended(self, number, log, seconds):
+    def _ended(self, number, folder, log, seconds):
         end, cancelled = time.monotonic() + seconds * launch.time_factor(), False
         while True:
             shown = self._client("scontrol", "show", "job", "-o", number).stdout
-            state = re.search(r"JobState=(\w+)", shown)[1]
-            output = log.read_text(errors="replace") if log.exists() else f"(no output)\n{shown}"
+            states = re.findall(r"JobState=(\w+)", shown)
+            state = " ".join(sorted(set(states)))
+            logs = sorted(folder.glob(f"{log}.*.log"))
+            output = "".join(path.read_text(errors="replace") for path in logs) or f"(no output)\n{shown}"
             late = time.monotonic() > end
-            if state in ENDED:
+            if set(states) <= set(ENDED):
                 break
             if (late or GARBLED in output) and not cancelled:
                 self._client("scancel", "--full", "--signal=KILL", number, check=False)
@@ -239,7 +242,7 @@ class Cluster:
                 state = f"{state} after {seconds} s"
                 break
             time.sleep(0.1)
-        return Job(state, int(re.search(r" ExitCode=(\d+):", shown)[1]), output)
+        return Job(state, max(map(int, re.findall(r" ExitCode=(\d+):", shown))), output)
 
 
 if __name__ == "__main__":

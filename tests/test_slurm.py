@@ -1,4 +1,4 @@
-"""The scripts of slurm/ as batch jobs of a real Slurm, three nodes on this machine."""
+"""The scripts of slurm/ as batch jobs of a real Slurm, four nodes on this machine."""
 
 import re
 import shutil
@@ -17,7 +17,9 @@ from files import assert_right, write_input
 pytestmark = pytest.mark.workshop
 
 SCRIPTS = launch.SLURM
-SRUN = "mpiexec() { return 127; }\n"  # in env.sh: as if there were no mpiexec, so srun has to do
+# In env.sh: as if there were no mpiexec, so srun has to do.  By default it speaks PMIx, which can't start ranks on two
+# nodes of one host: the next type is tried.
+SRUN = "mpiexec() { return 127; }\nexport SLURM_MPI_TYPE=pmix\n"
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +80,16 @@ def test_run(submit, tmp_path, site, launcher, nodes, per_node):
     )
     assert job.state == "COMPLETED", job.log
     assert f"{nodes * per_node} ranks on {nodes} nodes (n[1-{nodes}]), started by {launcher}" in job.log
+    assert re.search(r" \(tried: two ranks on \S+ \S+\)\n", job.log)
+    assert job.log.count("mpiattn: not by srun: code ") == bool(site), job.log
     assert "passed" in job.log
     assert assert_right(tmp_path / "in.h5", tmp_path / "out.h5", causal=True)["ranks"] == nodes * per_node
 
 
 @launchers
 def test_ranks_threads_and_devices(submit, tmp_path, site, launcher):
-    """Ranks fill the nodes that were asked for, know their cores, see all GPUs of their node; a rank that is killed
-    ends the job.  All that without the environment of the shell that called sbatch."""
+    """Ranks fill the nodes that were asked for, know their cores, of two hardware threads each, see all GPUs of their
+    node; a rank that is killed ends the job.  All that without the environment of the shell that called sbatch."""
     if site:
         needs_pmi2()
     (tmp_path / "probe.sbatch").write_text(
@@ -101,7 +105,7 @@ def test_ranks_threads_and_devices(submit, tmp_path, site, launcher):
     job = submit(
         "probe.sbatch",
         site=site,
-        options=["--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=2", "--gpus-per-node=2", "--export=NONE"],
+        options=["--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=4", "--gpus-per-node=2", "--export=NONE"],
     )
     assert job.state == "FAILED", job.log
     all_, of_one_node = job.log.split("one node\n")
@@ -175,7 +179,7 @@ def test_check(submit, nodes, per_node):
         ("check", [], "", {"MPIATTN_SLURM": "elsewhere"}, "submit beside slurm/ or export MPIATTN_SLURM"),
         ("check", [], "source none/activate || return\n", {}, "slurm/env.sh failed, see above"),
         ("check", [], "python3() { return 1; }\n", {}, "has no mpiattn: activate its environment in slurm/env.sh"),
-        ("check", [], SRUN + "srun() { echo none; }\n", {}, "or set MPIATTN_LAUNCH, in slurm/env.sh"),
+        ("run", ["in.h5", "out-%a.h5"], "", {}, "'out-%a.h5' has %a, the task of an array; this job is none"),
         ("check", [], 'python3() { [ "$1" = -c ]; }\n', {}, "mpi4py can't load its MPI, see above"),
     ],
 )
@@ -236,6 +240,36 @@ def test_srun_without_an_interface_to_mpi(submit, tmp_path):
     assert job.state == "FAILED" and not (tmp_path / "out.h5").exists(), job.log
     assert job.log.count("srun started 4 ranks, each of which is alone in ") == 1
     assert job.log.count("Nothing was done. ") == 1
+
+
+def test_nothing_that_starts_ranks(submit, tmp_path):
+    """No mpiexec of this MPI, and an srun without an interface to it: tried, and said before any rank is started."""
+    site = "mpiexec() { return 127; }\nsrun() { echo none; }\n"
+    job = submit("slurm/run.sbatch", "in.h5", "out.h5", site=site, options=["--nodes=2"])
+    assert (job.state, job.exit_code) == ("FAILED", 2) and not (tmp_path / "out.h5").exists(), job.log
+    _, said = job.log.split("mpiattn: nothing starts ranks of ")
+    assert " that see each other:\n    srun: it starts two programs of one rank each\nmpiexec on PATH: " in said
+    assert "types of srun: none\n" in said and "or set MPIATTN_LAUNCH, in slurm/env.sh" in said
+
+
+@pytest.mark.draw(1)
+@pytest.mark.parametrize("script", ["run", "bench"])
+def test_array(submit, tmp_path, script):
+    """Each of four tasks has a file of its own to read and to write, by its number."""
+    for task in range(4):
+        write_input(tmp_path / f"in-{task}.h5", seed=task)
+    files = ["in-%a.h5", "out-%A-%3a.h5"] if script == "run" else ["in-%a.h5"]
+    options = ["--array=0-3", "--nodes=1", "--ntasks-per-node=2"]
+    job = submit(f"slurm/{script}.sbatch", *files, "--causal", options=options)
+    assert job.state == "COMPLETED", job.log
+    (number,) = set(re.findall(r"mpiattn: task \d of array (\d+), 2 ranks on 1 nodes", job.log))
+    if script == "bench":
+        results = list(tmp_path.glob("mpiattn-scaling-*.h5"))
+        inputs = [re.search(r"in-\d.h5", h5py.File(path)["json"].asstr()[0])[0] for path in results]
+        assert sorted(inputs) == [f"in-{task}.h5" for task in range(4)]
+        return
+    for task in range(4):
+        assert_right(tmp_path / f"in-{task}.h5", tmp_path / f"out-{number}-{task:03d}.h5", causal=True)
 
 
 @pytest.mark.parametrize("script, arguments", [("run", ["bad.h5", "out.h5"]), ("bench", ["bad.h5"])])
