@@ -162,7 +162,7 @@ class Cluster:
         self._until(lambda: self._idle() == len(self.names))
 
     def _idle(self):
-        outcome = self._client("scontrol", "show", "nodes", "-o", check=False)
+        outcome = self.client("scontrol", "show", "nodes", "-o", check=False)
         return len(re.findall(r"State=IDLE ", outcome.stdout))
 
     def _daemon(self, program, *arguments, log=None):
@@ -197,7 +197,8 @@ class Cluster:
         }
         return inherited | {"SLURM_CONF": str(self.conf), "PATH": (env or {}).get("PATH", PATH)}
 
-    def _client(self, *command, env=None, cwd=None, check=True, seconds=20):
+    def client(self, *command, env=None, cwd=None, check=True, seconds=20):
+        """Run a command of Slurm; returns a CompletedProcess."""
         outcome = subprocess.run(
             [*map(str, command)],
             env=self._environment(env),
@@ -209,25 +210,26 @@ class Cluster:
         assert not check or not outcome.returncode, f"{command[0]}: {outcome.stdout}{outcome.stderr}"
         return outcome
 
-    def submit(self, script, *arguments, options=(), cwd, env=None, seconds=120):
+    def submit(self, script, *arguments, options=(), cwd, env=None, seconds=120, meanwhile=None):
         """`sbatch options script arguments` in folder `cwd`; waits for its end, and kills it after `seconds`.
 
+        meanwhile: called with (number, state) of the job now and then.
         A job whose ranks Slurm could not start is submitted again; after three of them the test is skipped.
         """
         for _ in range(3):
             log = f"{Path(script).name}.{secrets.token_hex(4)}"
-            number = self._client(
+            number = self.client(
                 "sbatch", "--parsable", f"--output={log}.%j.log", *options, script, *arguments, env=env, cwd=cwd
             ).stdout.strip()
-            job = self._ended(number, Path(cwd), log, seconds)
+            job = self._ended(number, Path(cwd), log, seconds, meanwhile)
             if GARBLED not in job.log:
                 return job
         pytest.skip(f"srun has not started the ranks three times: {GARBLED}")
 
-    def _ended(self, number, folder, log, seconds):
+    def _ended(self, number, folder, log, seconds, meanwhile):
         end, cancelled = time.monotonic() + seconds * launch.time_factor(), False
         while True:
-            shown = self._client("scontrol", "show", "job", "-o", number).stdout
+            shown = self.client("scontrol", "show", "job", "-o", number).stdout
             states = re.findall(r"JobState=(\w+)", shown)
             state = " ".join(sorted(set(states)))
             logs = sorted(folder.glob(f"{log}.*.log"))
@@ -235,8 +237,10 @@ class Cluster:
             late = time.monotonic() > end
             if set(states) <= set(ENDED):
                 break
+            if meanwhile:
+                meanwhile(number, state)
             if (late or GARBLED in output) and not cancelled:
-                self._client("scancel", "--full", "--signal=KILL", number, check=False)
+                self.client("scancel", "--full", "--signal=KILL", number, check=False)
                 cancelled = True
             if late:
                 state = f"{state} after {seconds} s"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import slurm_cluster
 import slurm_jobs
-from files import assert_right, write_input
+from files import assert_right, datasets, write_input, write_problems
 
 pytestmark = pytest.mark.workshop
 
@@ -44,10 +44,11 @@ def submit(cluster, tmp_path):
     env = slurm_jobs.prepare(tmp_path)
     write_input(tmp_path / "in.h5")
 
-    def submit(script, *arguments, options=(), site="", **variables):
+    def submit(script, *arguments, options=(), site="", meanwhile=None, **variables):
         with open(tmp_path / "slurm/env.sh", "a") as file:
             file.write(site)
-        return cluster.submit(script, *arguments, options=options, cwd=tmp_path, env=env | variables)
+        how = {"options": options, "cwd": tmp_path, "env": env | variables, "meanwhile": meanwhile}
+        return cluster.submit(script, *arguments, **how)
 
     return submit
 
@@ -270,6 +271,62 @@ def test_array(submit, tmp_path, script):
         return
     for task in range(4):
         assert_right(tmp_path / f"in-{task}.h5", tmp_path / f"out-{number}-{task:03d}.h5", causal=True)
+
+
+class Signals:
+    """Slurm's signals for a job: the first once three problems are finished; a requeued job starts at once."""
+
+    def __init__(self, cluster, folder, *scancel):
+        self.cluster, self.journal, self.scancel, self.states = cluster, folder / "finished.jsonl", scancel, []
+
+    def __call__(self, number, state):
+        self.states += [state] * (state not in self.states[-1:])
+        if self.scancel and self.journal.exists() and len(self.journal.read_text().splitlines()) > 3:
+            self.cluster.client("scancel", *self.scancel, number)
+            self.scancel = ()
+        if state == "PENDING" and "RUNNING" in self.states:  # Slurm would wait for two minutes
+            self.cluster.client("scontrol", "update", f"JobId={number}", "StartTime=now", check=False)
+
+
+MANY = {f"layers/{number}": {"seqlen": 1200, "heads": 8} for number in range(30)}
+
+
+@pytest.mark.draw(1)
+@launchers
+def test_a_job_goes_on_after_its_time(submit, cluster, tmp_path, site, launcher):
+    """SIGUSR1, as before a time limit: back into the queue, and at the end the bits of an undisturbed job."""
+    if site:
+        needs_pmi2()
+    write_problems(tmp_path / "in.h5", MANY)
+    options = ["--nodes=2", "--ntasks-per-node=1"]
+    signals = Signals(cluster, tmp_path / "out.h5.unfinished", "--batch", "--signal=USR1")
+    job = submit(
+        "slurm/run.sbatch", "in.h5", "out.h5", "--resume", "--causal", site=site, options=options, meanwhile=signals
+    )
+    assert job.state == "COMPLETED" and job.log.count(f"started by {launcher}") == 2, job.log
+    assert "mpiattn: back into the queue, for the other problems" in job.log
+    assert "of them finished before" in job.log and job.log.count("layers/29 ") == 1
+    assert signals.states.count("RUNNING") == 2
+    other = submit("slurm/run.sbatch", "in.h5", "whole.h5", "--causal", options=options)
+    assert other.state == "COMPLETED", other.log
+    assert datasets(tmp_path / "out.h5") == datasets(tmp_path / "whole.h5")
+    assert not list(tmp_path.glob("*unfinished")) and not list(tmp_path.glob(".*.partial"))
+
+
+@pytest.mark.draw(1)
+@pytest.mark.parametrize("resume", [True, False])
+def test_scancel(submit, cluster, tmp_path, resume):
+    """Leaves nothing that is half written, and what is finished for --resume."""
+    write_problems(tmp_path / "in.h5", MANY)
+
+    def cancel(number, state):
+        begun = (tmp_path / "out.h5.unfinished/finished.jsonl").exists() or list(tmp_path.glob(".out.h5.*.partial"))
+        if begun and state == "RUNNING":
+            cluster.client("scancel", number)
+
+    job = submit("slurm/run.sbatch", "in.h5", "out.h5", *["--resume"] * resume, options=["--nodes=2"], meanwhile=cancel)
+    assert job.state == "CANCELLED" and not (tmp_path / "out.h5").exists(), job.log
+    assert not list(tmp_path.glob(".*.partial")) and (tmp_path / "out.h5.unfinished").exists() == resume
 
 
 @pytest.mark.parametrize("script, arguments", [("run", ["bad.h5", "out.h5"]), ("bench", ["bad.h5"])])
