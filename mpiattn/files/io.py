@@ -265,7 +265,7 @@ class Output:
         try:
             with agreement(peers, only=0), file_errors(argument, path, "written"):
                 if peers.rank == 0:
-                    self.new = NewFile(argument, path, inputs, HDF5)
+                    self.new = NewFile(argument, path, inputs, HDF5, locked=True)
                     with hdf5.writing(self.new.partial, create=True) as file:
                         stored = {name: natural(shape, axes) for name, (shape, _) in shapes.items()}
                         stored = {
@@ -275,8 +275,8 @@ class Output:
                         create_datasets(file, {name: (stored[name], dtype) for name, (_, dtype) in shapes.items()})
                         file.attrs.update(attributes or {})
                     reserve(self.new.partial)
-            self.partial = peers.allgather(self.new and self.new.partial)[0]
-            partial_files.share(argument, self.partial)
+            self.partial, lock = peers.allgather(self.new and (self.new.partial, self.new.lock))[0]
+            partial_files.share(argument, self.partial, lock)
             with agreement(peers), file_errors(argument, path, "written"):
                 if parallel() or peers.rank == 0:
                     self.file = _open(self.partial, "r+", peers.comm)
