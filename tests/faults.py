@@ -237,7 +237,7 @@ def judge(trial, code, wrote, seconds, folder, timeout):
         yield "nothing names the rank and its host"
     if (folder / "out.h5").exists() and not whole:
         yield "OUT is there and not whole"
-    left = [path.name for path in folder.iterdir() if path.name.endswith(".partial")]
+    left = [path.name for path in folder.iterdir() if path.name.endswith((".partial", ".lock"))]
     if left and trial.fault not in ("kill", "exit"):  # then launchers kill those that could remove it
         yield f"left behind: {', '.join(left)}"
 

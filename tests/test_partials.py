@@ -15,7 +15,7 @@ from files import RANK_1_RAISES, write_input
 from launch import mpirun
 
 from mpiattn.errors import FileError
-from mpiattn.system import partial_files
+from mpiattn.system import processes
 from mpiattn.system.atomic_file import HDF5, NewFile
 
 SAID = {signal.SIGINT: "interrupted", signal.SIGTERM: "ended by SIGTERM", signal.SIGHUP: "ended by SIGHUP"}
@@ -126,7 +126,7 @@ def test_another_process_with_its_number(tmp_path, killed):
 
 def test_where_processes_cannot_be_told_apart(tmp_path, killed, monkeypatch):
     """Without /proc nothing is removed, and files are made all the same."""
-    monkeypatch.setattr(partial_files, "_machine", lambda: None)
+    monkeypatch.setattr(processes, "machine", lambda: None)
     new = NewFile("FILE", tmp_path / "x.h5")
     assert len(left_in(tmp_path)) == 2
     new.publish()

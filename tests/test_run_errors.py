@@ -29,7 +29,7 @@ def fails(source, out, *options, n=3, command=None, code=1):
     assert len(said) == 1, outcome.stderr
     assert "Traceback" not in outcome.stderr
     assert not os.path.isfile(out) or os.path.samefile(source, out)
-    assert not list(Path(out).parent.glob(".*.partial"))
+    assert not list(Path(out).parent.glob(".*"))
     return said[0]
 
 

@@ -153,15 +153,16 @@ def missing_source(group, name):
     """
     parts = name.strip("/").split("/")
     for count in range(1, len(parts) + 1):
-        path = "/" * name.startswith("/") + "/".join(parts[:count])
+        shown = "/".join(parts[:count])
+        path = "/" * name.startswith("/") + shown
         link = group.get(path, getlink=True) if group.get(path) is None else None
         if isinstance(link, h5py.ExternalLink):
             at = _existing(group.file.filename, link.filename, "HDF5_EXT_PREFIX")
             target = f"{link.path!r} of the file {link.filename!r}"
-            return f"{path!r} is a link to {target}, which {'has none' if at else 'is not there'}"
+            return f"{shown!r} is a link to {target}, which {'has none' if at else 'is not there'}"
         if isinstance(link, h5py.SoftLink):
             behind = missing_source(group, link.path)
-            return f"{path!r} is a link to {link.path!r}, " + (f"and {behind}" if behind else "which is not there")
+            return f"{shown!r} is a link to {link.path!r}, " + (f"and {behind}" if behind else "which is not there")
         if link is not None or group.get(path) is None:
             return ""
     data = group[name]

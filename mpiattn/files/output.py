@@ -105,7 +105,7 @@ class Output:
         try:
             with agreement(peers, only=0), self._errors():
                 if peers.rank == 0:
-                    self.new = unfinished.file if unfinished else NewFile(argument, path, inputs, HDF5)
+                    self.new = unfinished.file if unfinished else NewFile(argument, path, inputs, HDF5, locked=True)
                     if unfinished and unfinished.begun:
                         self.new.check(
                             {
@@ -116,9 +116,9 @@ class Output:
                         )
                     else:
                         self._create()
-            self.partial = peers.allgather(self.new and self.new.partial)[0]
+            self.partial, lock = peers.allgather(self.new and (self.new.partial, self.new.lock))[0]
             if not unfinished:
-                partial_files.share(argument, self.partial)
+                partial_files.share(argument, self.partial, lock)
             with agreement(peers), self._errors():
                 if access.parallel() or peers.rank == 0:
                     self.file = access.open_file(self.partial, "r+", peers.comm)

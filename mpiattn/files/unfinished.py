@@ -18,6 +18,7 @@ from ..errors import FileError
 from ..system import partial_files
 from ..system.atomic_file import HDF5, check_target, mode_of, sync
 from ..system.os_errors import reason
+from ..system.output_lock import OutputLock
 from .hdf5 import dtype_of, file_errors
 
 MADE_BY = "made_by"  # attribute of OUT: what its results were made by
@@ -40,9 +41,9 @@ class Unfinished:
         def look():
             file = _File(path, source, made_by)
             self.file = None if file.whole else file
-            return file.reports, file.begun, file.whole, file.made_by
+            return file.reports, file.begun, file.whole, file.made_by, file.lock
 
-        self.reports, self.begun, self.whole, self.made_by = from_rank_0(peers, look)
+        self.reports, self.begun, self.whole, self.made_by, self._lock = from_rank_0(peers, look)
         if not self.whole:
             self._folder = f"{path}.unfinished"
             self._note()
@@ -52,7 +53,7 @@ class Unfinished:
         if count == self._problems:
             rest = "makes OUT of them"
         text = f"{count} of {self._problems} problems are in {self._folder}, and the same command with --resume {rest}"
-        partial_files.keep("OUT", text if count else "")
+        partial_files.keep("OUT", text if count else "", self._lock)
 
     def begin(self):
         """Begin the journal of a new file, whose datasets have their place now; collective."""
@@ -76,9 +77,25 @@ class _File:
         self.target = check_target("OUT", path, (source,), HDF5)
         self._folder = f"{self.target}.unfinished"
         self.partial, self._journal = (os.path.join(self._folder, name) for name in ("out.h5", "finished.jsonl"))
+        self.lock = OutputLock.of(self.target)
+        with file_errors("OUT", path, "written"):
+            refusal = self.lock.take("OUT")
+        if refusal:
+            raise FileError(f"OUT is {str(path)!r}; {refusal}")
+        try:
+            self._look()
+        except BaseException:
+            self.lock.release()
+            raise
+        if self.whole:
+            self.lock.release()
+
+    def _look(self):
+        """Find out what there is, and make the folder."""
         with self._errors("read"):
             lines = self._lines()
-        self.begun, self.reports = bool(lines), {line["problem"]: line["report"] for line in lines[1:]}
+            self.reports = {line["problem"]: line["report"] for line in lines[1:]}
+        self.begun = bool(lines)
         self.whole = not self.begun and self._is_whole()
         if self.begun:
             self._compare(lines[0][MADE_BY])
@@ -160,11 +177,13 @@ class _File:
         sync(self.partial, mode_of(self.target))
         os.replace(self.partial, self.target)
         shutil.rmtree(self._folder, ignore_errors=True)
+        self.lock.release()
 
     def discard(self):
-        """Remove the folder if it holds nothing that a later run could go on with."""
+        """Remove the folder if it holds nothing that a later run could go on with; do nothing after `publish`."""
         if not os.path.exists(self._journal):
             shutil.rmtree(self._folder, ignore_errors=True)
+        self.lock.release()
 
 
 def _short(value):

@@ -7,28 +7,36 @@ import stat
 from ..errors import FileError
 from . import partial_files
 from .os_errors import reason
+from .output_lock import OutputLock
 
 
 class NewFile:
     """A file that will appear under the name `path`.
 
     signature: bytes with which an existing file must begin to be replaced; an empty one may always be.
+    locked: whether this process must be the only one that writes the file.
     Write to `partial`, a new and unique name, until `publish`; as a context, it is published if the body succeeds, and
     discarded if not.  Symbolic links are followed: the file they point to is
     replaced, not the link.  The new file keeps the permissions of the replaced one.  Partials of the same file that
     killed jobs have left are removed.  Raises FileError, naming the argument `name`, where no regular file can be made,
-    where it must not be written, or where it would replace one of `inputs`.
+    where it must not be written, where it would replace one of `inputs`, or where another job has its lock.
     """
 
-    def __init__(self, name, path, inputs=(), signature=b""):
+    def __init__(self, name, path, inputs=(), signature=b"", locked=False):
         self.name, self.path = name, path
         self.target = check_target(name, path, inputs, signature)
         folder, base = os.path.split(self.target)
         partial_files.remove_stale(folder, base)
+        self.lock, self.partial = OutputLock.of(self.target) if locked else None, None
         try:
-            self.partial = partial_files.create(name, folder, base)
+            self.partial = partial_files.create(name, folder, base, self.lock)
+            refusal = self.lock and self.lock.take(name)
         except OSError as error:
+            self.discard()
             raise FileError(f"{name} is {str(path)!r}; it cannot be written: {reason(error)}") from error
+        if refusal:
+            self.discard()
+            raise FileError(f"{name} is {str(path)!r}; {refusal}")
 
     def __enter__(self):
         return self

@@ -6,60 +6,48 @@ whether that process still runs.  Partials of other hosts or earlier boots are n
 """
 
 import contextlib
-import hashlib
 import os
 import re
 import tempfile
-from functools import cache
+from typing import Any
 
+from . import processes
 from .logs import note_file
+from .processes import Process
 
 BASE_BYTES = 180  # of the file's name that its partial's name keeps: names have at most 255 bytes
 
 _unfinished: dict[str, str] = {}  # partial -> argument, for unfinished files that this process takes part in
+_locks: dict[str, Any] = {}  # partial -> `OutputLock` of the finished file, if it has one
 _published: set[str] = set()  # arguments whose files are finished
-_kept: dict[str, str] = {}  # argument -> what of its file stays, in words
-
-
-@cache
-def _machine():
-    """Identifies a boot of a host and a PID namespace: processes with the same value see each other; None: unknown."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read()
-        return hashlib.sha256(f"{boot}{os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:12]
-    except OSError:
-        return None
-
-
-def _started(process):
-    """Start time of a process in clock ticks since boot; None if it does not run."""
-    try:
-        with open(f"/proc/{process}/stat") as file:
-            return int(file.read().rsplit(")", 1)[1].split()[19])
-    except (FileNotFoundError, ProcessLookupError):
-        return None
+_kept: dict[str, tuple[str, Any]] = {}  # argument -> what of its file stays, in words, and its `OutputLock`
 
 
 def _prefix(base):
     return f".{base.encode()[:BASE_BYTES].decode(errors='ignore')}."
 
 
-def create(argument, folder, base):
+def create(argument, folder, base, lock=None):
     """Make a new, empty file with a unique name, which will be named `base` later; returns its path.
 
-    argument: the name of the file in errors and messages.  Raises OSError.
+    argument: the name of the file in errors and messages.  lock: as of `share`.  Raises OSError.
     """
-    record = f"{_machine()}-{os.getpid():x}-{_started(os.getpid()):x}." if _machine() else ""
+    maker = processes.this()
+    record = f"{maker.machine}-{maker.number:x}-{maker.started:x}." if maker.machine else ""
     handle, partial = tempfile.mkstemp(prefix=_prefix(base) + record, suffix=".partial", dir=folder)
     os.close(handle)
-    share(argument, partial)
+    share(argument, partial, lock)
     return partial
 
 
-def share(argument, partial):
-    """Register a partial that another rank made, so that this process removes it too if it must end."""
+def share(argument, partial, lock=None):
+    """Register a partial that another rank made, so that this process removes it too if it must end.
+
+    lock: an `OutputLock` that is released with it, by whichever process is the first.
+    """
     _unfinished[partial] = argument
+    if lock is not None:
+        _locks[partial] = lock
     _published.discard(argument)
     _kept.pop(argument, None)
 
@@ -68,24 +56,29 @@ def publish(partial, target):
     """Rename a finished partial to its final name."""
     os.replace(partial, target)
     _published.add(_unfinished.pop(partial))
+    _release(partial)
 
 
 def settle(argument, partial):
     """Note that the file is published, by another rank or from a folder in which it was kept."""
     _unfinished.pop(partial, None)
+    _locks.pop(partial, None)
     _kept.pop(argument, None)
     _published.add(argument)
 
 
-def keep(argument, text):
-    """Note, in words, what of an unfinished file stays for a later run if this process must end; "" for nothing."""
-    _kept[argument] = text
+def keep(argument, text, lock=None):
+    """Note what of an unfinished file stays for a later run if this process must end, in words; "" for nothing.
+
+    lock: an `OutputLock` to release then, by whichever process is the first.
+    """
+    _kept[argument] = text, lock
     _published.discard(argument)
 
 
 def kept():
     """What of unfinished files stays, in words; "" if nothing does."""
-    return "; ".join(filter(None, _kept.values()))
+    return "; ".join(text for text, _ in _kept.values() if text)
 
 
 def discard(partial):
@@ -93,6 +86,13 @@ def discard(partial):
     with contextlib.suppress(FileNotFoundError):
         os.unlink(partial)
     _unfinished.pop(partial, None)
+    _release(partial)
+
+
+def _release(partial):
+    lock = _locks.pop(partial, None)
+    if lock is not None:
+        lock.release()
 
 
 def gone():
@@ -106,6 +106,9 @@ def discard_all():
     for partial in list(_unfinished):
         with contextlib.suppress(OSError):
             discard(partial)
+    for _, lock in _kept.values():
+        if lock is not None:
+            lock.release()
     return arguments
 
 
@@ -116,13 +119,14 @@ def published():
 
 def remove_stale(folder, base):
     """Remove and log partials of a file that killed processes of this user have left on this host."""
-    if _machine() is None:
+    machine = processes.machine()
+    if machine is None:
         return
-    name = re.compile(rf"{re.escape(_prefix(base) + _machine())}-([0-9a-f]+)-([0-9a-f]+)\.\w+\.partial")
+    name = re.compile(rf"{re.escape(_prefix(base) + machine)}-([0-9a-f]+)-([0-9a-f]+)\.\w+\.partial")
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             match = name.fullmatch(entry.name)
-            if match and _started(int(match[1], 16)) != int(match[2], 16):
+            if match and processes.ended(Process(machine, int(match[1], 16), int(match[2], 16))):
                 with contextlib.suppress(OSError):
                     if entry.is_file(follow_symlinks=False) and entry.stat().st_uid == os.geteuid():
                         os.unlink(entry.path)
