@@ -1,6 +1,6 @@
 """Input files as nobody would write them, made at random, and what is promised of them.
 
-    python tests/fuzzed_files.py --examples 5000 --seed 1        more of them than the tests make, each in a child process
+    python tests/fuzzed_files.py --examples 5000 --seed 1     more of them than the tests make, each in a child process
 
 Promised is an error that names the argument and the file, or the numbers that somebody wrote; no other exception, no
 wait, and no fill values for what is not there.
@@ -31,8 +31,8 @@ from mpiattn.cli.biases import RunBiases  # noqa: E402
 from mpiattn.cli.documents import read_documents  # noqa: E402
 from mpiattn.comm.peers import Peers  # noqa: E402
 from mpiattn.errors import ArgumentError, FileError  # noqa: E402
-from mpiattn.files import hdf5  # noqa: E402
-from mpiattn.files.io import Input, Wanted  # noqa: E402
+from mpiattn.files.input import Input, Wanted  # noqa: E402
+from mpiattn.files.shapes import read_shapes  # noqa: E402
 from mpiattn.problem.layout import Layout  # noqa: E402
 from mpiattn.problem.problem import Problem  # noqa: E402
 
@@ -42,7 +42,7 @@ SECONDS = 20  # for an example
 class Made(NamedTuple):
     """A file.
 
-    given: arguments of `hdf5.read_shapes`.  numbers: name -> array that somebody wrote.  gone: names of datasets of
+    given: arguments of `files.shapes.read_shapes`.  numbers: name -> array that somebody wrote.  gone: names of datasets of
     which a part is not there.  sound: whether all fits, so that no error is right.
     """
 
@@ -495,9 +495,7 @@ def judge(made, damaged=False):
     """Read a file in every way that the commands have; BrokenPromise where the numbers or the error are wrong."""
     peers = Peers(MPI.COMM_SELF)
     numbers = {} if damaged else made.numbers
-    look = partial(
-        hdf5.read_shapes, names=made.given.get("names"), grid=made.given["grid"], backward=made.given["backward"]
-    )
+    look = partial(read_shapes, names=made.given.get("names"), grid=made.given["grid"], backward=made.given["backward"])
     here = {"names": made.given.get("names"), "axes": made.given["axes"], "grid": made.given["grid"]}
     source = _promised(lambda: Input(peers, made.path, look=look, **here), "IN", made.path)
     if source is None and made.sound and not damaged:

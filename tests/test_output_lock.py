@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 from mpiattn.comm.peers import Peers
 from mpiattn.errors import FileError
-from mpiattn.files.io import Output
+from mpiattn.files.output import Contents, Output
 from mpiattn.system import output_lock, partial_files, processes
 from mpiattn.system.atomic_file import NewFile
 from mpiattn.system.output_lock import OutputLock
@@ -302,11 +302,11 @@ def test_a_full_disk(out, monkeypatch):
 
 def test_an_output_holds_it(out):
     peers, shapes = Peers(MPI.COMM_SELF), {"x": ((3,), "float32")}
-    output = Output(peers, out, shapes)
+    output = Output(peers, out, {"": Contents(shapes)})
     with pytest.raises(FileError, match="has been writing it since"):
-        Output(peers, out, shapes)
+        Output(peers, out, {"": Contents(shapes)})
     output.commit()
-    Output(peers, out, shapes).abandon()
+    Output(peers, out, {"": Contents(shapes)}).abandon()
     assert left_in(out.parent) == ["out.h5"]
 
 
