@@ -311,14 +311,15 @@ def test_an_output_holds_it(out):
 
 
 WAIT = """
-import os, sys, time, mpiattn.files.io as io
+import os, sys, time
+from mpiattn.files.input import Input
 from mpi4py import MPI
 def wait(*args, **how):
     MPI.COMM_WORLD.Barrier()
     if MPI.COMM_WORLD.rank == 0: print('reading', flush=True)
     while not os.path.exists(sys.argv[1] + '/go'): time.sleep(0.05)
     return chunks(*args, **how)
-chunks, io.Input.chunks = io.Input.chunks, wait
+chunks, Input.chunks = Input.chunks, wait
 from mpiattn.cli import main; sys.exit(main(sys.argv[2:]))
 """
 
