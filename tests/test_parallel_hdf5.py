@@ -10,7 +10,7 @@ import subprocess
 import launch
 import numpy as np
 import pytest
-from files import assert_right, write_input
+from files import assert_right, datasets, write_input, write_problems
 
 PYTHON, MPIEXEC = os.environ.get("MPIATTN_H5PY_MPI", "/usr/bin/python3 mpiexec.openmpi").split()
 OPEN_MPI_4 = {
@@ -54,6 +54,25 @@ def test_right(tmp_path, n, shape):
     assert outcome.returncode == 0, outcome.stderr
     assert_right(source, tmp_path / "out.h5", causal=True, tolerance=2e-3 if "dtype" in shape else 1e-5)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.h5", "out.h5"]
+
+
+def test_many_problems_in_two_runs(tmp_path):
+    """All ranks write each group together, and what the first run has finished is that of an undisturbed one."""
+    shapes = {"a": {"seqlen": 61}, "b/1": {"seqlen": 40}, "b/2": {"seqlen": 61}}
+    source, out = write_problems(tmp_path / "in.h5", shapes), tmp_path / "out.h5"
+    assert mpirun(3, "-m", "mpiattn", "run", source, tmp_path / "whole.h5").returncode == 0
+    code = (
+        "import os, signal, sys, mpiattn.files.unfinished as u; add = u.Unfinished.add\n"
+        "def then(self, *given): add(self, *given), os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "u.Unfinished.add = then\n"
+        "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    first = mpirun(3, "-c", code, "run", source, out, "--resume")
+    assert first.stderr.count("ended by SIGUSR1") == 1 and "1 of 3 problems are in" in first.stderr, first.stderr
+    second = mpirun(3, "-m", "mpiattn", "run", source, out, "--resume")
+    assert second.returncode == 0 and "1 of them finished before" in second.stdout, second.stderr
+    assert datasets(out) == datasets(tmp_path / "whole.h5")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.h5", "out.h5", "whole.h5"]
 
 
 def test_gradients_and_documents(tmp_path):
