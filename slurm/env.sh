@@ -10,10 +10,11 @@
 source .venv/bin/activate || return
 
 # What starts the ranks, without their number: "mpiexec", "srun --mpi=pmix", "srun --mpi=pmi2", with further options if
-# your site wants them.  Unset, launch.sh chooses by the MPI; each job's first line says what it chose.
+# your site wants them.  Unset, launch.sh tries what the MPI may be started by; each job's first lines say what it chose.
 # export MPIATTN_LAUNCH="srun --mpi=pmix"
 
-# Seconds within which python3 of every node must say what it has, before any rank is started.
+# Seconds within which python3 of every node must say what it has, and two ranks must see each other, before the others
+# are started.
 # export MPIATTN_LOOK_SECONDS=60
 
 # Threads of a rank: one for each core that it has by --cpus-per-task, so that ranks on one node share none.

@@ -46,7 +46,7 @@ find_candidates() {
     case $library in
         *"Open MPI"*)   own="open mpi|openrte|prte|prrte" types="pmix pspmix pmi2"
                         options=" --bind-to none" ;;          # else all threads of a rank may share one core
-        *ParaStation*)  types="default pspmix pmix pmi2" ;;   # its daemons are behind srun, whatever the type
+        *ParaStation*)  types="default pspmix pmix pmi2" ;;   # psslurm needs no type
         *CRAY*)         types="cray_shasta pmi2 pmix" ;;      # has no mpiexec for Slurm
         *Intel*)        own="intel" types="pmi2 pmix" ;;
         *)              own="hydra|mpich|mvapich" types="pmi2 pmix cray_shasta" ;;
@@ -90,7 +90,9 @@ try_launcher() {
     if why=$(grep -m 1 -o "two ranks on .*" <<< "$said") && [ $code -eq 0 ]; then
         return 0
     fi
-    why=$(grep -m 1 -iE "error|fail|cannot|can't|unable|invalid|not built" <<< "$said" || tail -n 1 <<< "$said")
+    # Slurm's own word, but that a task has ended; else the first that looks like an error.
+    why=$(grep -E "^(srun|slurmstepd[^:]*): error: " <<< "$said" | grep -m 1 -vE "tasks? [0-9,-]+: " ||
+        grep -m 1 -iE "error|fail|cannot|can't|unable|invalid|not built" <<< "$said" || tail -n 1 <<< "$said")
     if [ $((SECONDS - began)) -ge "$limit" ]; then
         why="no answer within $limit s (MPIATTN_LOOK_SECONDS)${why:+, $why}"
     elif [[ $said == *"each rank is alone"* ]]; then

@@ -5,7 +5,8 @@ import pytest
 from mpiattn.cli import main
 from mpiattn.system.sources import slurm_dir
 
-SCRIPTS = {"README.md", "env.sh", "launch.sh", "check.sbatch", "run.sbatch", "bench.sbatch", "scaling.py"}
+SHELL = {"env.sh", "launch.sh", "launchers.sh", "cores.sh", "check.sbatch", "run.sbatch", "bench.sbatch"}
+SCRIPTS = {"README.md", "scaling.py", "reframe_check.py", *SHELL}
 
 
 def test_list(capsys):
@@ -15,6 +16,7 @@ def test_list(capsys):
     assert set(lines) >= SCRIPTS
     assert lines["env.sh"] == "The only file to change on a new cluster"
     assert lines["bench.sbatch"] == "How attention of an HDF5 file scales over nodes"
+    assert lines["launchers.sh"] == "What starts the ranks"
     assert "change slurm/env.sh" in what_next
 
 

@@ -104,7 +104,7 @@ def job(tmp_path):
 @pytest.mark.parametrize(
     "site, candidates",
     [
-        # Cray MPICH: Perlmutter, LUMI, where nothing else is, and where Slurm's default is not said.
+        # Cray MPICH: by the site's default, by name, and where there is no more than pmi2 and scontrol says nothing.
         (
             {"LIBRARY": CRAY, "DEFAULT": "cray_shasta", "WORKS": "cray_shasta"},
             "*srun; srun --mpi=pmi2; srun --mpi=pmix",
@@ -206,6 +206,20 @@ def test_nothing_starts_them(job, tmp_path):
 def test_ranks_that_do_not_answer(job):
     code, said, _ = job("", TYPES="none", SLOW="1.1", MPIATTN_LOOK_SECONDS="1", SAYS="waiting")
     assert code == 2 and "mpiattn: not by srun: no answer within 1 s (MPIATTN_LOOK_SECONDS), waiting\n" in said
+
+
+@pytest.mark.parametrize(
+    "says, why",
+    [
+        (r"UCX ERROR bad\nsrun: error: n1: task 0: Aborted\nslurmstepd-n2: error: mpi/pmi2: invalid", 2),
+        (r"one\nMPICH ERROR [Rank 0]\nsrun: error: n1: tasks 0-1: Exited with exit code 255", 1),
+        (r"one\n------\nno such thing", 2),
+    ],
+)
+def test_of_what_was_printed_what_says_why(job, says, why):
+    _, said, _ = job("", TYPES="none", SAYS=says)
+    line = says.split(r"\n")[why]
+    assert f"mpiattn: not by srun: code 1, {line}\n" in said
 
 
 def test_ranks_that_see_each_other_and_then_fail(job):
