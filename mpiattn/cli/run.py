@@ -123,7 +123,9 @@ def _run(job, args):
     output = _output(peers, args, tasks, origin, kept)
     try:
         with EndRequest(kept is not None) as request:
+            plans = list(dict.fromkeys(task.plan for task in tasks))  # one after the other has its buffers
             left = [task for task in tasks if not (kept and task.group in kept.reports)]
+            left.sort(key=lambda task: plans.index(task.plan))
             many = len(tasks) > len(left) or len(tasks) > 1
             del tasks  # which would keep the biases of problems that are done
             reports, facts, trace = _solve_each(job, args, left, many, output, kept, request, before)
@@ -138,6 +140,7 @@ def _run(job, args):
     if args.trace:
         job.on_rank_0(lambda: write_trace("--trace", args.trace, trace))
     if many:
+        reports = {group: reports[group] for group in source.shapes}
         report(job, args.json, lambda: (as_json_of_all(args, origin, reports), as_text_of_all(args, reports)))
     else:
         report(job, args.json, lambda: (origin | as_json(*facts), as_text(*facts)))
