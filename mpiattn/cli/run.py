@@ -37,7 +37,6 @@ from ..files.finite import nonfinite
 from ..files.hdf5 import read_shapes
 from ..files.io import Input, Output, Wanted, Written
 from ..files.trace_file import write as write_trace
-from ..plan.mesh_attention import MeshAttention
 from ..problem.documents import documents as check_documents
 from ..problem.documents import padding_of
 from ..problem.problem import Problem
@@ -50,6 +49,7 @@ from . import biases, opening
 from .documents import read_documents
 from .names import add_names
 from .report import as_json, as_text, count_text, problem_text
+from .run_plan import RunPlan
 
 PLAN = "tile", "schedule", "mesh-layout", "route", "wire-dtype", "backend", "transport"  # options
 
@@ -114,8 +114,9 @@ def _run(job, args):
         added = biases.RunBiases(args, source, Problem(**source.shapes))
         mask = options.mask_of(args)
         layout = options.layout_of(args, comm.size, source.shapes["seqlen"], source.shapes["seqlen_k"])
-    plan = MeshAttention(
+    plan = RunPlan(
         comm,
+        added.gradients,
         **source.shapes,
         **options.given(args, *options.MASKS, "softcap", "scale", *PLAN),
         mask=mask,

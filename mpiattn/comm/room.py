@@ -74,6 +74,11 @@ def _mark(limit):
     return int.from_bytes(hashlib.sha256(limit.shared.encode()).digest()[:7], "big") if limit.shared else 0
 
 
+def is_small(home, needs):
+    """Whether no node needs so much that it is looked at: the same on all ranks."""
+    return bool(np.bincount(home.nodes, needs).max() < LEAST)
+
+
 def check_room(peers, home, backend, needs, what, advise):
     """Raise MemoryShortage on every rank if some ranks need more than there is; collective.
 
@@ -81,7 +86,7 @@ def check_room(peers, home, backend, needs, what, advise):
     what: in words.  advise(room): what would fit, in words; called on rank 0.
     Costs one small allgather, and nothing where no node needs LEAST bytes.
     """
-    if np.bincount(home.nodes, needs).max() < LEAST:
+    if is_small(home, needs):
         return
     limits = _limits(backend)
     room = Room(home.nodes, peers.allgather([(limit.left, limit.used, _mark(limit)) for limit in limits]))

@@ -109,6 +109,7 @@ def own_bytes(problem, lengths, backward, regrouped):
     """Bytes that a plan allocates on every rank besides buffers and the caller's arrays, at least: int64 (ranks,).
 
     lengths: numbers of tokens of queries and of keys, arrays.  regrouped: whether the mesh has chunks of its own.
+    Not counted are rows in which messages are packed: most travel from where they lie.
     """
     q_tokens, k_tokens = lengths
     nbytes = q_tokens * (held_bytes(problem, DELTA, LSE) if backward else 0)

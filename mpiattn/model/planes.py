@@ -124,10 +124,7 @@ def timed_ranks(tile):
 
 
 class _RegroupingCost:
-    """What regrouping adds to the passes of a space: seconds, {pass: bytes sent}, bytes of memory.
-
-    own: those that are not of the caller's arrays, on the rank that needs the fewest.
-    """
+    """What regrouping adds to the passes of a space: seconds, {pass: bytes sent}, bytes of memory."""
 
     def __init__(self, regrouping, space):
         tile, machine, passes = regrouping.tile, space.machine, space.passes
@@ -139,7 +136,7 @@ class _RegroupingCost:
         if machine.node_bandwidth is not None:
             rate = min(rate, machine.node_bandwidth / np.bincount(nodes).max())
         exchanged = Regrouped(regrouping, list(dict.fromkeys([*ranks, *most])), nodes)
-        self.sent, self.seconds, self.nbytes, self.own = {}, 0.0, 0, 0
+        self.sent, self.seconds, self.nbytes = {}, 0.0, 0
         for name in passes:
             inside, between, near, far, packed, copied = exchanged.of_pass(name)
             seconds = (
@@ -152,7 +149,6 @@ class _RegroupingCost:
             self.sent[name] = float((inside + between)[: len(ranks)].sum() / len(ranks))
             self.seconds += float(seconds.max())
             self.nbytes += int(packed.max())
-            self.own += int(packed.min())
         self.nbytes += memory.outer_bytes(regrouping.problem, list(map(max, lengths)), "backward" in passes)
         longest = [max(layout.lengths) for layout in regrouping.inner]
         for name in passes:
@@ -210,11 +206,6 @@ class Arrangement:
     def nbytes(self):
         """Bytes of memory for regrouping."""
         return 0 if self._cost is None else self._cost.nbytes
-
-    @property
-    def own(self):
-        """Bytes of memory for regrouping, at least, without the caller's arrays."""
-        return 0 if self._cost is None else self._cost.own
 
     def seconds(self, tile):
         """Seconds before and after the passes: of regrouping, in which ranks wait; else of folding a batch."""

@@ -89,7 +89,6 @@ class Case(NamedTuple):
             waiting=waiting / seconds if seconds else 0.0,
             sent=arrangement.sent(choice.sent),
             nbytes=choice.nbytes + arrangement.nbytes,
-            own=tuple(nbytes + arrangement.own for nbytes in choice.own),
         )
 
 

@@ -8,10 +8,11 @@ from ..comm.agreement import agreement
 from ..comm.exchange import Exchange
 from ..comm.peers import time_limit
 from ..comm.refusal import of_call, refusing
+from ..comm.room import is_small
 from ..comm.transport import another
 from ..system.logs import INFO, LOGGER, note
 from .arguments import arguments_of
-from .foresight import check_memory
+from .foresight import check_memory, own_bytes
 from .rank_passes import RankPasses
 from .settle import resized
 from .traced import Traced
@@ -79,7 +80,8 @@ class Lifetime(Verified, Traced):
         """A plan for other lengths with this plan's tile, schedule, route and kind of layout; collective.
 
         All other options are this plan's, without `expected_cu_seqlens`; either may be closed first.  No search:
-        a few milliseconds and two small allreduces.  Where lengths differ much, another choice may be faster.
+        a few milliseconds and one small allreduce; large plans take two and an allgather.  Where lengths differ much,
+        another choice may be faster.
 
         Parameters
         ----------
@@ -106,11 +108,14 @@ class Lifetime(Verified, Traced):
                 other._asked = self._asked.of_lengths(seqlen, seqlen_k)
                 other._decision, other._mesh = resized(self._decision, other._asked), self._mesh
                 same["schedule"] = other._decision.schedule()  # built separately on every rank
-            other._backend = self._backend  # whose memory the other's is
-            other._check_memory(home, self._peers)
-            with agreement(self._peers):
                 other._backend = another(self._backend, self._peers.rank, home.nodes)
-                other._prepare(home)
+                small = is_small(home, own_bytes(other._decision))
+                if small:
+                    other._prepare(home)
+            if not small:
+                other._check_memory(home, self._peers)
+                with agreement(self._peers):
+                    other._prepare(home)
         home.share(self._mesh)
         other._begin(home, self._name)
         return other
