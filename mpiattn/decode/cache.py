@@ -132,8 +132,8 @@ class KVCache(Collective):
                 self._backend.scratch_bytes(self.head_dim, self.value_dim, self.dtype, shared_kv=self.shared_kv)
                 sizes = self.capacity, self.sequences, self.page_size, self.kv_heads
                 self.storage = Storage(peers, self._backend, *sizes, self.dims, self.dtype)
-            self.pages = self.storage.pages
-            self._exchange, self.nodes = Exchange(peers, asked.max_message), home.nodes
+            self._exchange = Exchange(peers, asked.max_message)
+            self.pages, self.nodes = self.storage.pages, home.nodes
             # storage, combiner and last_problem: used by the modules of this package only
             self.combiner = Combiner(self._exchange, self._backend, self.nodes)
             self.last_problem: dict[str, Any] = {}  # of the last decoding call, see `decode.call`
