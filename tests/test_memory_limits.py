@@ -103,7 +103,8 @@ def test_in_a_container(tmp_path):
     expected = {"memory.max of 100 MiB of the cgroup /": 90}
     assert left(system(tmp_path / "1", {**version_2("/"), **limit})) == expected
     assert left(system(tmp_path / "2", {**version_2("/docker/1", "/docker/1"), **limit})) == expected
-    assert left(system(tmp_path / "3", {**version_2("/docker/2", "/docker/1"), **limit})) == expected
+    another = {"sys/fs/cgroup/c/memory.max": 50, "sys/fs/cgroup/c/memory.current": 10}
+    assert left(system(tmp_path / "3", {**version_2("/a/b/c", "/docker/1"), **limit, **another})) == expected
 
 
 def test_cgroups_of_version_1(tmp_path):

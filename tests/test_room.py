@@ -21,6 +21,7 @@ def test_who_shares():
     assert room.shared[room.shortage(of(0, 0, 101))].ranks == [2] and room.mark(room.shortage(of(0, 0, 101))) == 7
     assert room.shared[room.shortage(of(90, 20, 200))].ranks == [2]  # it lacks the most
     assert room.least() == 30
+    assert [shared.ranks for shared in Room([0, 0], [[two], [two]]).shared] == [[0], [1]]
 
 
 def test_what_is_left_is_read_at_different_times():

@@ -32,7 +32,7 @@ class Room:
     """The memory that there is for the ranks.
 
     nodes: the node of every rank.  limits: of every rank, [(bytes left, bytes used, mark)] of its `Limit`s; those of a
-    node with the same mark are shared.
+    node with the same mark are shared, and one at most has none, 0.
     """
 
     def __init__(self, nodes, limits):
@@ -61,10 +61,12 @@ class Room:
 
 
 def _limits(backend):
-    """The `Limit`s of the memory that a back end's arrays are in."""
+    """The `Limit`s of the memory that a back end's arrays are in, of those of this process alone the tightest only."""
     device = backend.device_memory()
     if device is None:
-        return memory_limits.limits()
+        every = memory_limits.limits()
+        own = [limit for limit in every if not limit.shared]
+        return [limit for limit in every if limit.shared] + sorted(own, key=lambda limit: limit.left - limit.used)[:1]
     free, name = device
     return [Limit(f"the memory of GPU {name}", free, shared=name)]
 
@@ -95,11 +97,7 @@ def check_room(peers, home, backend, needs, what, advise):
         return
     ranks, left = room.shared[which]
     first, mark = ranks[0], room.mark(which)
-    names = peers.allgather(
-        [limit.name for limit in sorted(limits, key=lambda limit: limit.left - limit.used) if _mark(limit) == mark]
-        if peers.rank == first
-        else None
-    )
+    names = peers.allgather([limit.name for limit in limits if _mark(limit) == mark])
     each = needs[ranks]
     share = f", {span(each.tolist(), size)} for each of {number(len(ranks), 'rank')}" if len(ranks) > 1 else ""
     text = (

@@ -1,6 +1,8 @@
 """Memory that is foreseen: what a plan and a cache say they need is what they take, and too much is refused by all."""
 
 import re
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from mpiattn import ArgumentError, KVCache, Layout, MeshAttention
 from mpiattn.comm import room
 from mpiattn.comm.peers import Peers
 from mpiattn.errors import MemoryShortage
-from mpiattn.plan.foresight import own_bytes
+from mpiattn.plan.foresight import _advice, own_bytes
 from mpiattn.system import memory_limits
 from mpiattn.system.memory_limits import Limit
 
@@ -120,6 +122,45 @@ def test_limits_of_each_rank(comm, at_least, left):
     assert f"left of limit {comm.size - 1}; " in text and "for each" not in text.split(";")[0]
     left(int(own.sum()) + 1000 * comm.size - 1, 1000, "slurm 5")
     assert "for each of" in same_error(comm, lambda: MeshAttention(comm, **SHAPE), MemoryShortage)
+
+
+def test_the_tightest_of_a_ranks_own_limits_is_named(comm, at_least, monkeypatch):
+    at_least(2)
+    limits = [Limit("wide", 2**40), Limit("narrow", 2024, 1000), Limit("less narrow", 1500)]
+    monkeypatch.setattr(room, "LEAST", 1)
+    monkeypatch.setattr(memory_limits, "limits", lambda: limits)
+    assert "; 1 KiB are left of narrow; " in same_error(comm, lambda: MeshAttention(comm, **SHAPE), MemoryShortage)
+
+
+def test_who_needs_what():
+    """By rank of the caller's communicator: the places of a mesh of two planes and two nodes, whose ranks alternate."""
+    tile = SimpleNamespace(ranks=4, chunks=2, h=2)
+    decision = SimpleNamespace(choice=SimpleNamespace(own=(10, 20), tile=tile), mesh_order=None)
+    assert own_bytes(decision).tolist() == [10, 20, 10, 20]
+    decision.mesh_order = (0, 1, 2, 3)[::-1]
+    assert own_bytes(decision).tolist() == [20, 10, 20, 10]
+    decision.mesh_order = (0, 2, 1, 3)
+    assert own_bytes(decision).tolist() == [10, 10, 20, 20]
+    decision.choice.own = (7,)
+    assert own_bytes(decision).tolist() == [7] * 4
+
+
+def test_advice_that_would_not_help_is_not_given(comm, at_least, left):
+    """Where the plan made with the memory that a choice needs is another one, which does not fit."""
+    at_least(2)
+    how = {**SHAPE, "direction": "forward"}
+    with MeshAttention(comm, **how) as plan:
+        asked, decision = plan._asked, plan._decision
+        needs = {}
+        seen = SimpleNamespace(shared=[], shortage=lambda each: needs.setdefault(int(each.max())))
+        seen.shared = [SimpleNamespace(ranks=[0], lacking=lambda each: 0)]
+        advise = partial(_advice, asked=asked, decision=decision, needs=lambda c: np.array(c.own), how="{}")
+        assert " fits: " in advise(seen)
+        most = max(needs)
+        seen.shortage = lambda each: None if int(each.max()) == most else 0
+        assert most > min(needs)
+        seen.shared = [SimpleNamespace(ranks=[0], left=0, lacking=lambda each: 1)]
+        assert advise(seen).startswith("no plan fits")
 
 
 def test_another_length(comm, at_least, left):
