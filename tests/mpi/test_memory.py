@@ -13,6 +13,7 @@ from test_agreement import same_error
 from mpiattn import ArgumentError, KVCache, Layout, MeshAttention
 from mpiattn.comm import room
 from mpiattn.comm.peers import Peers
+from mpiattn.comm.room import Shared
 from mpiattn.errors import MemoryShortage
 from mpiattn.plan.foresight import _advice, own_bytes
 from mpiattn.system import memory_limits
@@ -109,6 +110,17 @@ def test_advice_is_followed(comm, at_least, left, direction):
     assert advised or (comm.size, direction) not in ((2, "forward"), (4, "forward"), (4, "both"))
 
 
+def test_advice_receives_ahead_as_far_as_it_can(comm, at_least, left):
+    at_least(4)
+    how = {**SHAPE, "direction": "forward", "tile": "ring", "schedule": "greedy", "layout": "contiguous"}
+    total, _ = needed(comm, **how)
+    left(total - 1)
+    text = same_error(comm, lambda: MeshAttention(comm, **how), MemoryShortage)
+    (option,) = re.findall("a plan with max_memory='([^']*)' fits", text)
+    with MeshAttention(comm, **how, max_memory=option) as plan:
+        assert plan.schedule.ahead == 1
+
+
 def test_limits_of_each_rank(comm, at_least, left):
     """What a rank has for itself is not shared, and what it uses already counts; the tightest is named."""
     at_least(2)
@@ -145,22 +157,27 @@ def test_who_needs_what():
     assert own_bytes(decision).tolist() == [7] * 4
 
 
-def test_advice_that_would_not_help_is_not_given(comm, at_least, left):
-    """Where the plan made with the memory that a choice needs is another one, which does not fit."""
+def test_advice_is_what_comes_of_it(comm, at_least):
+    """Of a room for one choice alone: its advice leads to a plan that needs as much, or none is given."""
     at_least(2)
-    how = {**SHAPE, "direction": "forward"}
+    how, seen, allowed = {**SHAPE, "direction": "forward", "layout": "striped"}, set(), set()
+
+    def shortage(each):
+        seen.add(int(each.max()))
+        return None if int(each.max()) in allowed else 0
+
+    only = SimpleNamespace(shared=[Shared([0], 0)], shortage=shortage)
     with MeshAttention(comm, **how) as plan:
-        asked, decision = plan._asked, plan._decision
-        needs = {}
-        seen = SimpleNamespace(shared=[], shortage=lambda each: needs.setdefault(int(each.max())))
-        seen.shared = [SimpleNamespace(ranks=[0], lacking=lambda each: 0)]
-        advise = partial(_advice, asked=asked, decision=decision, needs=lambda c: np.array(c.own), how="{}")
-        assert " fits: " in advise(seen)
-        most = max(needs)
-        seen.shortage = lambda each: None if int(each.max()) == most else 0
-        assert most > min(needs)
-        seen.shared = [SimpleNamespace(ranks=[0], left=0, lacking=lambda each: 1)]
-        assert advise(seen).startswith("no plan fits")
+        advise = partial(_advice, only, plan._asked, plan._decision, lambda choice: np.array(choice.own), "{}")
+        advise()
+    given = []
+    for need in sorted(seen)[:: max(1, len(seen) // 6)]:
+        allowed = {need}
+        given += [(need, option) for option in re.findall("a plan with ([^ ]*) fits", advise())]
+    assert given
+    for need, option in given:
+        with MeshAttention(comm, **how, max_memory=option) as plan:
+            assert int(own_bytes(plan._decision).max()) == need
 
 
 def test_another_length(comm, at_least, left):
