@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -70,7 +71,7 @@ def _advice(
     checked = asked.options.checked(decision.problem, len(decision.nodes))
     space = space_of(decision.problem, checked, decision.machine, decision.order, decision.nodes)
     lacking = max(max(0, of.lacking(needs(decision.choice))) / len(of.ranks) for of in room.shared)
-    limit, every = max(1, decision.choice.nbytes - int(lacking)), []
+    limit, every = max(1, decision.choice.nbytes - math.ceil(lacking)), []
     for most in dict.fromkeys((limit, 1)):  # fewer transfers ahead of their step, then as few as there can be
         choices, _ = survey(replace(space, max_memory=most), "choice")
         fitting = [choice for choice in choices if room.shortage(needs(choice)) is None]

@@ -1,8 +1,6 @@
 """Memory that is foreseen: what a plan and a cache say they need is what they take, and too much is refused by all."""
 
 import re
-from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,9 +11,8 @@ from test_agreement import same_error
 from mpiattn import ArgumentError, KVCache, Layout, MeshAttention
 from mpiattn.comm import room
 from mpiattn.comm.peers import Peers
-from mpiattn.comm.room import Shared
 from mpiattn.errors import MemoryShortage
-from mpiattn.plan.foresight import _advice, own_bytes
+from mpiattn.plan.foresight import own_bytes
 from mpiattn.system import memory_limits
 from mpiattn.system.memory_limits import Limit
 
@@ -110,17 +107,6 @@ def test_advice_is_followed(comm, at_least, left, direction):
     assert advised or (comm.size, direction) not in ((2, "forward"), (4, "forward"), (4, "both"))
 
 
-def test_advice_receives_ahead_as_far_as_it_can(comm, at_least, left):
-    at_least(4)
-    how = {**SHAPE, "direction": "forward", "tile": "ring", "schedule": "greedy", "layout": "contiguous"}
-    total, _ = needed(comm, **how)
-    left(total - 1)
-    text = same_error(comm, lambda: MeshAttention(comm, **how), MemoryShortage)
-    (option,) = re.findall("a plan with max_memory='([^']*)' fits", text)
-    with MeshAttention(comm, **how, max_memory=option) as plan:
-        assert plan.schedule.ahead == 1
-
-
 def test_limits_of_each_rank(comm, at_least, left):
     """What a rank has for itself is not shared, and what it uses already counts; the tightest is named."""
     at_least(2)
@@ -142,42 +128,6 @@ def test_the_tightest_of_a_ranks_own_limits_is_named(comm, at_least, monkeypatch
     monkeypatch.setattr(room, "LEAST", 1)
     monkeypatch.setattr(memory_limits, "limits", lambda: limits)
     assert "; 1 KiB are left of narrow; " in same_error(comm, lambda: MeshAttention(comm, **SHAPE), MemoryShortage)
-
-
-def test_who_needs_what():
-    """By rank of the caller's communicator: the places of a mesh of two planes and two nodes, whose ranks alternate."""
-    tile = SimpleNamespace(ranks=4, chunks=2, h=2)
-    decision = SimpleNamespace(choice=SimpleNamespace(own=(10, 20), tile=tile), mesh_order=None)
-    assert own_bytes(decision).tolist() == [10, 20, 10, 20]
-    decision.mesh_order = (0, 1, 2, 3)[::-1]
-    assert own_bytes(decision).tolist() == [20, 10, 20, 10]
-    decision.mesh_order = (0, 2, 1, 3)
-    assert own_bytes(decision).tolist() == [10, 10, 20, 20]
-    decision.choice.own = (7,)
-    assert own_bytes(decision).tolist() == [7] * 4
-
-
-def test_advice_is_what_comes_of_it(comm, at_least):
-    """Of a room for one choice alone: its advice leads to a plan that needs as much, or none is given."""
-    at_least(2)
-    how, seen, allowed = {**SHAPE, "direction": "forward", "layout": "striped"}, set(), set()
-
-    def shortage(each):
-        seen.add(int(each.max()))
-        return None if int(each.max()) in allowed else 0
-
-    only = SimpleNamespace(shared=[Shared([0], 0)], shortage=shortage)
-    with MeshAttention(comm, **how) as plan:
-        advise = partial(_advice, only, plan._asked, plan._decision, lambda choice: np.array(choice.own), "{}")
-        advise()
-    given = []
-    for need in sorted(seen)[:: max(1, len(seen) // 6)]:
-        allowed = {need}
-        given += [(need, option) for option in re.findall("a plan with ([^ ]*) fits", advise())]
-    assert given
-    for need, option in given:
-        with MeshAttention(comm, **how, max_memory=option) as plan:
-            assert int(own_bytes(plan._decision).max()) == need
 
 
 def test_another_length(comm, at_least, left):
