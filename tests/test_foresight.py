@@ -52,9 +52,7 @@ def test_who_needs_what():
     assert own_bytes(decision).tolist() == [7] * 4
 
 
-@pytest.mark.parametrize(
-    "how", [{}, {"window": (500, 0), "layout": "striped", "route": "direct"}, {"direction": "both"}], ids=str
-)
+@pytest.mark.parametrize("how", [{}, {"window": (500, 0), "tile": "2x2"}, {"direction": "both"}], ids=str)
 def test_advice_is_what_comes_of_it(how):
     """Of a room for one choice alone: its advice leads to a plan that needs as much, or none is given."""
     seen, allowed, asked = set(), set(), asked_for(**how)
