@@ -29,6 +29,14 @@ def test_what_is_left_is_read_at_different_times():
     assert room.shared[0].left == 90 - 15 and room.least() == 37
 
 
+def test_advice_leaves_some():
+    """For what is not foreseen."""
+    room = Room([0, 0], [[(2**34, 0, 7)]] * 2)
+    (tighter,) = room.tighter().shared
+    assert tighter == ([0, 1], 2**34 - 2**29 - 2 * 2**24) and room.shared[0].left == 2**34
+    assert Room([0], [[(5, 0, 7)]]).tighter().least() == 0
+
+
 def test_no_limits():
     room = Room([0, 0], [[], []])
     assert room.shortage(of(2**60, 2**60)) is None

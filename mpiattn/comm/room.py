@@ -3,6 +3,7 @@
 The ranks of a node share its memory, and often that of a cgroup, of a Slurm job, of a GPU: what they need is added up.
 """
 
+import copy
 import hashlib
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from ..system.words import number, size, span
 from .agreement import everywhere, from_rank_0
 
 LEAST = 2**26  # bytes of a node; for less nobody looks, since that takes a millisecond
+# What is advised must leave room for what is not foreseen: scratch, libraries that are loaded with the first call.
+SPARE, SPARE_SHARE = 2**24, 1 / 32  # bytes a rank, and of all that is left
 
 
 class Shared(NamedTuple):
@@ -55,6 +58,14 @@ class Room:
         """The fewest bytes that are left for a rank, if those that share a limit have equal parts."""
         return max(0, min(of.left // len(of.ranks) for of in self.shared))
 
+    def tighter(self):
+        """The same, with room for what is not foreseen taken away."""
+        less = copy.copy(self)
+        less.shared = [
+            Shared(ranks, left - int(SPARE_SHARE * max(left, 0)) - SPARE * len(ranks)) for ranks, left in self.shared
+        ]
+        return less
+
     def mark(self, which):
         """The mark of one of `shared`."""
         return self._marks[which]
@@ -85,7 +96,7 @@ def check_room(peers, home, backend, needs, what, advise):
     """Raise MemoryShortage on every rank if some ranks need more than there is; collective.
 
     home: the `mpiattn.comm.mesh.Home`.  needs: bytes that every rank will allocate, the same array on all ranks.
-    what: in words.  advise(room): what would fit, in words; called on rank 0.
+    what: in words.  advise(room): what would fit in some of it, in words; called on rank 0.
     Costs one small allgather, and nothing where no node needs LEAST bytes.
     """
     if is_small(home, needs):
@@ -102,7 +113,7 @@ def check_room(peers, home, backend, needs, what, advise):
     share = f", {span(each.tolist(), size)} for each of {number(len(ranks), 'rank')}" if len(ranks) > 1 else ""
     text = (
         f"{what} needs {size(int(each.sum()))} on {home.hosts[first]}{share}; {size(max(left, 0))} are left of "
-        f"{names[first][0]}; {from_rank_0(peers, lambda: advise(room))}"
+        f"{names[first][0]}; {from_rank_0(peers, lambda: advise(room.tighter()))}"
     )
     raise everywhere(MemoryShortage(text), peers, first)
 

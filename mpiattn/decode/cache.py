@@ -117,7 +117,7 @@ class KVCache(Collective):
             agree_on(peers, vars(asked))
             self._backend = make_backend(peers, home.nodes, backend, transport, home.known)
             peers.idle = self._backend.idle
-            self.rank, self.ranks = peers.rank, peers.size
+            self.rank, self.ranks, self.nodes = peers.rank, peers.size, home.nodes
             self.capacity, self.sequences, self.page_size = asked.capacity, asked.sequences, asked.page_size
             self.kv_heads, self.head_dim, self.value_dim = asked.kv_heads, asked.head_dim, asked.value_dim
             self.shared_kv, self.dtype, self.partial_dtype = asked.shared_kv, asked.dtype, partial_dtype(asked.dtype)
@@ -132,8 +132,7 @@ class KVCache(Collective):
                 self._backend.scratch_bytes(self.head_dim, self.value_dim, self.dtype, shared_kv=self.shared_kv)
                 sizes = self.capacity, self.sequences, self.page_size, self.kv_heads
                 self.storage = Storage(peers, self._backend, *sizes, self.dims, self.dtype)
-            self._exchange = Exchange(peers, asked.max_message)
-            self.pages, self.nodes = self.storage.pages, home.nodes
+            self._exchange, self.pages = Exchange(peers, asked.max_message), self.storage.pages
             # storage, combiner and last_problem: used by the modules of this package only
             self.combiner = Combiner(self._exchange, self._backend, self.nodes)
             self.last_problem: dict[str, Any] = {}  # of the last decoding call, see `decode.call`

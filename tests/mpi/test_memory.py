@@ -24,7 +24,8 @@ NAME = "the node's memory"
 @pytest.fixture
 def left(monkeypatch):
     """left(bytes, used, mark, name): what every rank reads."""
-    monkeypatch.setattr(room, "LEAST", 1)
+    for name, value in (("LEAST", 1), ("SPARE", 0), ("SPARE_SHARE", 0)):
+        monkeypatch.setattr(room, name, value)
 
     def set_(nbytes, used=0, shared="node", name=NAME):
         monkeypatch.setattr(memory_limits, "limits", lambda: [Limit(name, int(nbytes), int(used), shared)])
