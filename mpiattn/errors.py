@@ -23,6 +23,10 @@ class KeywordError(ArgumentError, TypeError):
     """A function has no argument of that name; the message says what was probably meant."""
 
 
+class MemoryShortage(ArgumentError, MemoryError):
+    """What is asked for needs more memory than there is; the message says what would fit.  Nothing was allocated."""
+
+
 class FileError(MpiattnError, OSError):
     """A file cannot be read or written as asked."""
 

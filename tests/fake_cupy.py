@@ -25,6 +25,7 @@ import fake_ipc
 import numpy as np
 
 DEVICES = 2
+FREE = [2**50]  # bytes that each GPU has left
 _devices = [0]  # the current one last
 random_turns = random.Random(0)
 _streams, _serials = weakref.WeakValueDictionary(), itertools.count()  # by pointer
@@ -363,6 +364,14 @@ class runtime:
         return {"name": b"no GPU, but NumPy"}
 
     @staticmethod
+    def memGetInfo():
+        return FREE[0], 2**50
+
+    @staticmethod
+    def deviceGetPCIBusId(device):
+        return f"0000:0{device}:00.0"
+
+    @staticmethod
     def eventQuery(event):
         _some_steps(random_turns.randrange(3))
         return 0 if _events[event].mark.done else 600
@@ -382,6 +391,10 @@ for _name, _function in vars(
 def _at(pointer, size):
     interface = {"shape": (size,), "typestr": "|u1", "data": (pointer, False), "version": 3}
     return np.asarray(types.SimpleNamespace(__array_interface__=interface))
+
+
+def get_default_memory_pool():
+    return types.SimpleNamespace(free_bytes=lambda: 2**20)
 
 
 @contextmanager

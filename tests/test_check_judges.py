@@ -28,6 +28,7 @@ def job(count, per_node=4, cores=range(8), **changes):
             "node": node,
             "local_rank": rank % per_node,
             "cores": list(cores),
+            "memory": {"bytes": 2**32, "limit": "the node's memory"},
             "versions": VERSIONS,
             "mpi": MPI,
             "launched": None,
@@ -59,6 +60,7 @@ def test_all_is_well():
         judge_launch.versions(ranks),
         judge_launch.mpi(ranks),
         judge_node.binding(ranks),
+        judge_node.memory(ranks),
         judge_node.threads(ranks),
         judge_node.devices(ranks),
         judge_node.gpu_aware(ranks, [None] * 6),
@@ -66,6 +68,20 @@ def test_all_is_well():
         says(item, "PASS")
     says(judge_launch.size(ranks), "PASS", "6 ranks on 2 nodes, 2 to 4 a node")
     says(judge_launch.size(job(4, launched=lambda rank: 4)), "PASS", "4 ranks on 1 node, 4 a node")
+
+
+def test_memory():
+    def left(*each):
+        return {"memory": lambda rank: {"bytes": each[rank], "limit": each[rank] and f"limit {rank}"}}
+
+    says(
+        judge_node.memory(job(2, **left(2**31, 2**30))),
+        "PASS",
+        "1 GiB to 2 GiB for a rank; the least on n0, by limit 1",
+    )
+    says(judge_node.memory(job(2, **left(2**31, 2**28))), "WARN", "256 MiB", "limit 1", "--mem=0", "fewer ranks")
+    says(judge_node.memory(job(2, **left(None, 2**30))), "PASS", "1 GiB for a rank")
+    says(judge_node.memory(job(2, **left(None, None))), "PASS", "does not say")
 
 
 def test_another_mpi_launched():

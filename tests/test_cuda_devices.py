@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpiattn import MeshAttention
+from mpiattn import KVCache, MeshAttention
 from mpiattn.backends.cuda import devices
+from mpiattn.comm import room
 from mpiattn.errors import ArgumentError
 
 
@@ -47,6 +48,20 @@ def test_pinned_memory_is_of_the_back_ends_gpu(gpu, monkeypatch):
         gpu.sent((array := gpu.contiguous(np.ones(9)), gpu.outgoing(array))[0])
         gpu.close()
     assert used == [gpu.device] * 2
+
+
+def test_memory_that_a_gpu_lacks(gpu, monkeypatch):
+    """That of CuPy's pool is free too; ranks that use another part of a GPU do not share its memory."""
+    assert gpu.device_memory() == (fake_cupy.FREE[0] + 2**20, f"0000:0{gpu.device}:00.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-5")
+    assert gpu.device_memory()[1] == f"0000:0{gpu.device}:00.0MIG-5"
+    monkeypatch.setattr(fake_cupy, "FREE", [2**24])
+    how = {"capacity": 5000, "kv_heads": 4, "head_dim": 128, "page_size": 50, "backend": "cuda"}
+    with pytest.raises(ArgumentError, match=r"needs 19.5 MiB on .*; 17 MiB are left of the memory of GPU 0000:"):
+        monkeypatch.setattr(room, "LEAST", 1)
+        KVCache(MPI.COMM_SELF, **how)
+    monkeypatch.setattr(fake_cupy, "FREE", [2**25])
+    KVCache(MPI.COMM_SELF, **how).close()
 
 
 def test_bfloat16_needs_a_numpy_that_cupy_has_it_of(gpu, monkeypatch):

@@ -13,6 +13,7 @@ from mpiattn.embed.build import SOURCE
 from mpiattn.embed.errors import HostError
 from mpiattn.embed.handles import Handles
 from mpiattn.embed.status import describe
+from mpiattn.errors import MemoryShortage
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,7 @@ def test_errors_in_words():
         plans, caches = Handles("plan"), Handles("cache")
         plans[caches.add(object())]
     assert describe(MemoryError()) == (8, "not enough memory")
+    assert describe(MemoryShortage("the plan needs more")) == (8, "the plan needs more")
     try:
         {}["x"]
     except KeyError as error:

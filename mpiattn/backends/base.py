@@ -106,6 +106,9 @@ class Backend(Protocol):
     def idle(self) -> None:
         """Called between two tests of the messages that this rank waits for: yield the core, or sleep."""
 
+    def device_memory(self) -> tuple[int, str] | None:
+        """Free bytes of the device, and a name for it that all processes of its node use; None without a device."""
+
     def empty(self, shape: Shape, dtype: Any) -> Array:
         """A new, uninitialized array."""
 

@@ -1,8 +1,9 @@
-"""Judges what the ranks of a node share: cores, threads, devices; `ranks` as in `mpiattn.check.judge_launch`."""
+"""Judges what the ranks of a node share: cores, memory, threads, devices; `ranks` as in `judge_launch`."""
 
-from ..system.words import number, span
+from ..system.words import number, size, span
 from .report_item import FAIL, PASS, WARN, Item, by_node, ranks_text
 
+LITTLE = 2**29  # bytes; a rank that has fewer left can hardly do any work
 # The variable that a BLAS reads, by the beginning of the BLAS's name.
 VARIABLE = {"openblas": "OPENBLAS_NUM_THREADS", "mkl": "MKL_NUM_THREADS", "blis": "BLIS_NUM_THREADS"}
 
@@ -47,6 +48,20 @@ def binding(ranks):
             "--bind-to core of Open MPI, srun --cpu-bind=cores)"
         )
     return Item("binding", WARN, "; ".join(shared), advice)
+
+
+def memory(ranks):
+    """Every rank has some memory to allocate."""
+    known = [rank for rank in ranks if rank["memory"]["limit"]]
+    if not known:
+        return Item("memory", PASS, "this system does not say how much there is")
+    worst = min(known, key=lambda rank: rank["memory"]["bytes"])
+    each = span([rank["memory"]["bytes"] for rank in known], size)
+    text = f"{each} for a rank; the least on {worst['host']}, by {worst['memory']['limit']}"
+    if worst["memory"]["bytes"] >= LITTLE:
+        return Item("memory", PASS, text)
+    advice = "ask for more memory (Slurm: --mem=0 for all of a node), or start fewer ranks a node"
+    return Item("memory", WARN, text, advice)
 
 
 def threads(ranks):

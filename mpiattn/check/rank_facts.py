@@ -3,20 +3,22 @@
 import socket
 
 from ..comm.mesh import nodes_of
-from ..system import host, installation
+from ..system import host, installation, memory_limits
 from ..system.launch_variables import launched
 
 
 def gather(peers):
     """The facts of all ranks, a list of dicts by rank, fit for JSON; collective.
 
-    rank, host, node (the first rank that shares memory with this one), local_rank, cores (that it may use), versions,
-    blas and mpi (from `mpiattn.system.installation`), launched (ranks that the launcher started, or None), devices
-    (their addresses on the node), device_names and no_devices_why.
+    rank, host, node (the first rank that shares memory with this one), local_rank, cores (that it may use), memory
+    (bytes that are left for it, or None, and by which limit), versions, blas and mpi (from
+    `mpiattn.system.installation`), launched (ranks that the launcher started, or None), devices (their addresses on the
+    node), device_names and no_devices_why.
     """
     nodes = nodes_of(peers)
     node = nodes[peers.rank]
     names, why = installation.devices()
+    limit, nbytes = memory_limits.least(memory_limits.limits(), nodes.count(node))
     return peers.allgather(
         {
             "rank": peers.rank,
@@ -24,6 +26,7 @@ def gather(peers):
             "node": nodes.index(node),
             "local_rank": nodes[: peers.rank].count(node),
             "cores": sorted(host.cores()),
+            "memory": {"bytes": nbytes, "limit": limit and limit.name},
             "versions": installation.versions(),
             "blas": installation.blas(),
             "mpi": installation.mpi(peers.comm),

@@ -34,6 +34,7 @@ def survey(job, where, timeout, progress=lambda done: None):
         judge_launch.versions(ranks),
         judge_launch.mpi(ranks),
         judge_node.binding(ranks),
+        judge_node.memory(ranks),
         judge_node.threads(ranks),
         judge_node.devices(ranks),
         judge_node.gpu_aware(ranks, probes),

@@ -22,10 +22,10 @@ from ..console.launch import on_all_ranks
 from ..console.table import facts, table
 from ..errors import ArgumentError, FileError, MpiattnError
 from ..model import store
-from ..system import host, installation
+from ..system import host, installation, memory_limits
 from ..system.launch_variables import launch_rank
 from ..system.sources import kernel_dir
-from ..system.words import number
+from ..system.words import number, size
 
 HEAD_DIM = 128  # the default of `mpiattn tune`; the machine is looked up for it
 
@@ -129,18 +129,21 @@ def _data(comm, nodes, transports, hosts):
 
 
 def _hosts(peers):
-    """Name, ranks, cores and devices of every host, in order of first ranks; collective."""
+    """Name, ranks, cores, memory and devices of every host, in order of first ranks; collective."""
     from ..comm.mesh import by_node
 
     hosts = []
-    for ranks in by_node(peers, (socket.gethostname(), host.cores(), *installation.devices())):
-        names, cores, devices, reasons = zip(*ranks)
+    for ranks in by_node(peers, (socket.gethostname(), host.cores(), memory_limits.limits(), *installation.devices())):
+        names, cores, memory, devices, reasons = zip(*ranks)
         lists = []  # ranks of a host may see different devices; each distinct list is shown once
         for seen in devices:
             if seen and seen not in lists:
                 lists.append(seen)
         count = len(set().union(*cores))
         entry = {"host": names[0], "ranks": len(ranks), "cores": count, "devices": lists}
+        parts = [memory_limits.least(limits, len(ranks)) for limits in memory]
+        limit, nbytes = min(parts, key=lambda part: (part[1] is None, part[1]))
+        entry |= {"memory_bytes_per_rank": nbytes, "memory_limit": limit and limit.name}
         hosts.append({**entry, "no_devices_why": None if lists else reasons[0]})
     return hosts
 
@@ -221,7 +224,13 @@ def _lines(data):
         )
     for entry in data["hosts"]:
         devices = " | ".join(", ".join(names) for names in entry["devices"]) or f"none ({entry['no_devices_why']})"
-        yield f"  {entry['host']}", (f"ranks: {entry['ranks']}, cores: {entry['cores']}, CUDA devices: {devices}")
+        memory = "unknown"
+        if entry["memory_limit"]:
+            memory = f"{size(entry['memory_bytes_per_rank'])} a rank (left of {entry['memory_limit']})"
+        yield (
+            f"  {entry['host']}",
+            f"ranks: {entry['ranks']}, cores: {entry['cores']}, memory: {memory}, CUDA devices: {devices}",
+        )
     yield "processor", data["processor"]
     yield "machine", data["machine"]["from"]
     usable = [usage for usage, why in data["backends"].items() if not why]

@@ -18,7 +18,6 @@ from ..files.finite import nonfinite
 from ..files.input import Input, Wanted
 from ..files.output import Contents, Written
 from ..model.machine import PRODUCTS
-from ..plan.mesh_attention import MeshAttention
 from ..problem.documents import documents as check_documents
 from ..problem.problem import Problem
 from ..schedule import travels
@@ -29,6 +28,7 @@ from . import biases
 from .documents import read_documents
 from .report import count_text
 from .run_attributes import PLAN, chosen_of, results_of
+from .run_plan import RunPlan
 
 
 class Task(NamedTuple):
@@ -40,7 +40,7 @@ class Task(NamedTuple):
 
     group: str
     source: Input
-    plan: MeshAttention
+    plan: RunPlan
     documents: dict
     added: biases.RunBiases
     chosen: dict
@@ -92,8 +92,9 @@ def _task(comm, peers, args, group, source, plans):
         layout = options.layout_of(args, comm.size, source.shapes["seqlen"], source.shapes["seqlen_k"])
     shape = *source.shapes.items(), *added.plan.items()
     if shape not in plans:
-        plans[shape] = MeshAttention(
+        plans[shape] = RunPlan(
             comm,
+            added.gradients,
             **source.shapes,
             **options.given(args, *options.MASKS, "softcap", "scale", *PLAN),
             mask=mask,

@@ -1,5 +1,7 @@
 """Results as text: tables, sizes and times."""
 
+from ..system.words import size as size
+
 
 def table(rows, header=None):
     """Rows of text in columns, the first left-aligned and the others right-aligned."""
@@ -21,14 +23,6 @@ def facts(pairs):
     pairs = [(name, value) for name, value in pairs if value not in (None, "")]
     width = max(len(name) for name, _ in pairs)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in pairs)
-
-
-def size(nbytes):
-    """Bytes in binary units with three digits."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(nbytes) < 1000 or unit == "TiB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
-        nbytes /= 1024
 
 
 def duration(seconds):

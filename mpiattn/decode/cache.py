@@ -17,6 +17,7 @@ from ..model.tuned import machine_for
 from ..problem.layout import Layout, of_sizes
 from ..problem.problem import dims_in_words, partial_dtype
 from ..schedule import reduction
+from .capacity import check_capacity
 from .combine import Combiner
 from .options import CacheOptions, checked_tokens
 from .storage import Storage
@@ -66,7 +67,7 @@ class KVCache(Collective):
     ------
     ArgumentError
         Here and in all collective methods, on every rank alike: an argument is invalid on some rank, or differs between
-        ranks.  In other methods on this rank only.
+        ranks.  In other methods on this rank only.  Also a MemoryError: there is too little memory for the capacity.
     CallError
         Here and in all collective methods, on every rank alike: ranks make different calls.  Nothing was sent.
     PeerFailure
@@ -116,7 +117,7 @@ class KVCache(Collective):
             agree_on(peers, vars(asked))
             self._backend = make_backend(peers, home.nodes, backend, transport, home.known)
             peers.idle = self._backend.idle
-            self.rank, self.ranks = peers.rank, peers.size
+            self.rank, self.ranks, self.nodes = peers.rank, peers.size, home.nodes
             self.capacity, self.sequences, self.page_size = asked.capacity, asked.sequences, asked.page_size
             self.kv_heads, self.head_dim, self.value_dim = asked.kv_heads, asked.head_dim, asked.value_dim
             self.shared_kv, self.dtype, self.partial_dtype = asked.shared_kv, asked.dtype, partial_dtype(asked.dtype)
@@ -125,14 +126,13 @@ class KVCache(Collective):
                 if peers.rank == 0:
                     chosen = machine_for(home.nodes, self._backend, self.head_dim, machine)
             self.machine = peers.allgather(chosen)[0]
+            check_capacity(home, peers, self._backend, asked)
             with agreement(peers):  # out of memory on one rank must not hang the others
                 # reject unsupported head dims now: ranks without keys never launch, and would wait for the others
                 self._backend.scratch_bytes(self.head_dim, self.value_dim, self.dtype, shared_kv=self.shared_kv)
                 sizes = self.capacity, self.sequences, self.page_size, self.kv_heads
                 self.storage = Storage(peers, self._backend, *sizes, self.dims, self.dtype)
-            self.pages = self.storage.pages
-            self._exchange = Exchange(peers, asked.max_message)
-            self.nodes = home.nodes
+            self._exchange, self.pages = Exchange(peers, asked.max_message), self.storage.pages
             # storage, combiner and last_problem: used by the modules of this package only
             self.combiner = Combiner(self._exchange, self._backend, self.nodes)
             self.last_problem: dict[str, Any] = {}  # of the last decoding call, see `decode.call`

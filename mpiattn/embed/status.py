@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 from traceback import extract_tb
 
-from ..errors import ArgumentError, CallError, FileError, MpiattnError, PeerFailure, VerificationError
+from ..errors import ArgumentError, CallError, FileError, MemoryShortage, MpiattnError, PeerFailure, VerificationError
 from .errors import HandleError, HostError
 
 ARGUMENT, HANDLE, CALL, PEER, OF_MPI, FILE, VERIFY, MEMORY, PYTHON, OTHER = range(1, 11)  # as in mpiattn.h
 # The first that an exception is one of counts.
 OF_ERRORS = {
+    MemoryShortage: MEMORY,
     HandleError: HANDLE,
     HostError: OF_MPI,
     ArgumentError: ARGUMENT,

@@ -105,6 +105,22 @@ def chunk_bytes(problem, q_tokens, k_tokens, staying=()):
     return inputs + q_tokens * held_bytes(problem, OUT, LSE)
 
 
+def own_bytes(problem, lengths, backward, regrouped):
+    """Bytes that a plan allocates on every rank besides buffers and the caller's arrays, at least: int64 (ranks,).
+
+    lengths: numbers of tokens of queries and of keys, arrays.  regrouped: whether the mesh has chunks of its own.
+    Not counted are rows in which messages are packed: most travel from where they lie.
+    """
+    q_tokens, k_tokens = lengths
+    nbytes = q_tokens * (held_bytes(problem, DELTA, LSE) if backward else 0)
+    if not regrouped:
+        return nbytes
+    nbytes = nbytes + q_tokens * held_bytes(problem, Q, OUT, LSE) + k_tokens * held_bytes(problem, *OF_KEYS)
+    if backward:
+        nbytes = nbytes + q_tokens * held_bytes(problem, DOUT, Q) + k_tokens * held_bytes(problem, *OF_KEYS)
+    return nbytes
+
+
 def outer_bytes(problem, tokens, backward=False, strided=False):
     """Bytes of a caller's q, k, v, out and lse, and backward dout, dq, dk and dv, where the mesh has chunks of its own.
 

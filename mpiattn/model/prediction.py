@@ -30,6 +30,7 @@ class Choice(NamedTuple):
     waiting: share of that time that a rank waits, mean over ranks.
     sent: {direction: {kind: bytes that a rank sends, mean over ranks}}.
     nbytes: bytes of memory on the rank that needs the most.
+    own: bytes besides the caller's arrays, at least, by chunk of a plane; one number if all are equal.
     """
 
     tile: Tile
@@ -43,6 +44,7 @@ class Choice(NamedTuple):
     waiting: float
     sent: dict
     nbytes: int
+    own: tuple
 
     @property
     def sent_bytes(self):
@@ -71,7 +73,7 @@ class Predictions:
     def __init__(self, space, planes, regrouped):
         self._problem = plane_problem(space.problem, planes) if regrouped else space.problem
         self._machine, self._nodes = plane_machine(space.machine, space.nodes, planes), space.nodes[::planes]
-        self._passes, self._overlap = space.passes, space.overlap
+        self._passes, self._overlap, self._regrouped = space.passes, space.overlap, regrouped
         tiles = tuple(tile.plane for tile in space.tiles if tile.h == planes)
         work, self._load = _loads(space.mask)
         # memory goes by calls without documents: a plan makes it for these
@@ -93,16 +95,16 @@ class Predictions:
         """The `Choice` of a tile of the plane; arguments that are equal have the same."""
         load, in_memory = self._load(pair, tile), self._load_without_documents(pair, tile)
         built = self._schedules(tile, kind, route, cost.AHEAD if self._overlap else None)
-        ahead, nbytes = built[0].ahead, self._nbytes(built, in_memory)
+        ahead, (nbytes, own) = built[0].ahead, self._nbytes(built, in_memory)
         while ahead and max_memory is not None and nbytes > max_memory:
             ahead -= 1
             built = self._schedules(tile, kind, route, ahead)
-            nbytes = self._nbytes(built, in_memory)
+            nbytes, own = self._nbytes(built, in_memory)
         runs = [simulate(schedule, self._problem, load, self._machine, self._nodes) for schedule in built]
         seconds = sum(run.seconds for run in runs)
         waiting = sum(float(run.waiting.mean()) for run in runs) / seconds if seconds else 0.0
         sent = {schedule.direction: self._sent(schedule, load) for schedule in built}
-        return Choice(tile, kind, route, pair, pair, ahead, load.balance, seconds, waiting, sent, nbytes)
+        return Choice(tile, kind, route, pair, pair, ahead, load.balance, seconds, waiting, sent, nbytes, own)
 
     def _sent(self, schedule, load):
         """{kind: bytes that a rank sends, mean over ranks}."""
@@ -112,12 +114,14 @@ class Predictions:
         }
 
     def _nbytes(self, schedules, load):
-        """Bytes of memory on the rank that needs the most."""
+        """`nbytes` and `own` of a `Choice`."""
         problem = self._problem
         nbytes = memory.chunk_bytes(problem, *load.lengths)
-        buffers = [memory.buffer_bytes(schedule, problem, load) for schedule in schedules]
-        nbytes = nbytes + np.max(buffers, axis=0)  # the passes share them
+        buffers = np.max([memory.buffer_bytes(schedule, problem, load) for schedule in schedules], axis=0)
+        nbytes = nbytes + buffers  # the passes share them
+        own = buffers + memory.own_bytes(problem, load.lengths, "backward" in self._passes, self._regrouped)
         for schedule in schedules:
             if schedule.direction == "backward":
                 nbytes = nbytes + memory.gradient_bytes(problem, *load.lengths)
-        return int(nbytes.max())
+        least = int(own.min())
+        return int(nbytes.max()), (least,) if least == own.max() else tuple(own.tolist())

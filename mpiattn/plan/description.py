@@ -42,10 +42,10 @@ class Described:
 
     def __repr__(self) -> str:
         if "_arguments" not in self.__dict__:
-            return f"{type(self).__name__}(not made)"
+            return "MeshAttention(not made)"
         kinds = " and ".join(dict.fromkeys(layout.kind for layout in (self.q_layout, self.k_layout)))
         return (
-            f"{type(self).__name__}({self.problem}; tile {self.tile}, {kinds} layout, "
+            f"MeshAttention({self.problem}; tile {self.tile}, {kinds} layout, "
             f"{self.schedule.name} schedule, {self.route} route, {self.backend}; "
             f"{'closed' if self._home is None else 'open'})"
         )

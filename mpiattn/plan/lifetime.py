@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
+from ..comm.agreement import agreement
 from ..comm.exchange import Exchange
 from ..comm.peers import time_limit
 from ..comm.refusal import of_call, refusing
+from ..comm.room import is_small
 from ..comm.transport import another
 from ..system.logs import INFO, LOGGER, note
 from .arguments import arguments_of
+from .foresight import check_memory, own_bytes
 from .rank_passes import RankPasses
 from .settle import resized
 from .traced import Traced
 from .verified import Verified
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from ..comm.mesh import Home
+    from ..comm.peers import Peers
+    from .decision import Decision
     from .options import Asked
 
 CHOSEN = "tile", "layout", "mesh_layout", "schedule", "route"  # options that "auto" chooses
@@ -40,6 +48,18 @@ class Lifetime(Verified, Traced):
         self._share = self._decision.share(self._mesh.rank)
         self._arguments = arguments_of(self.problem, self._passes.tokens, self._backend)
 
+    def _check_memory(self, home: Home, peers: Peers) -> None:
+        """Raise MemoryShortage on every rank if the plan cannot have the memory that it will need; collective."""
+        check_memory(home, peers, self._backend, self._asked, self._decision, self._beside, self._in_words())
+
+    def _beside(self, decision: Decision) -> NDArray[np.int64] | int:
+        """Bytes that are allocated together with those of a plan, of every rank."""
+        return 0  # a caller may have its arrays already
+
+    def _in_words(self) -> tuple[str, str]:
+        """What needs the memory, and how a caller gives max_memory."""
+        return "the plan, besides the caller's arrays,", "max_memory={!r}"
+
     def _begin(self, home: Home, model: str = "") -> None:
         """Take calls from now on.  model: the plan that it has its choices from, in words."""
         self._join(home, self._exchange.peers)
@@ -60,7 +80,8 @@ class Lifetime(Verified, Traced):
         """A plan for other lengths with this plan's tile, schedule, route and kind of layout; collective.
 
         All other options are this plan's, without `expected_cu_seqlens`; either may be closed first.  No search:
-        a few milliseconds and one small allreduce.  Where lengths differ much, another choice may be faster.
+        a few milliseconds and one small allreduce; large plans take two and an allgather.  Where lengths differ much,
+        another choice may be faster.
 
         Parameters
         ----------
@@ -81,13 +102,20 @@ class Lifetime(Verified, Traced):
         seqlen = p.seqlen if seqlen is None else seqlen
         if seqlen_k is None:
             seqlen_k = seqlen if p.seqlen_k == p.seqlen else p.seqlen_k
-        with self.call("like") as call, call.agreement() as same:
-            same |= {"seqlen": seqlen, "seqlen_k": seqlen_k}
-            other._asked = self._asked.of_lengths(seqlen, seqlen_k)
-            other._decision, other._mesh = resized(self._decision, other._asked), self._mesh
-            other._backend = another(self._backend, self._peers.rank, home.nodes)
-            other._prepare(home)
-            same["schedule"] = other.schedule  # built separately on every rank
+        with self.call("like") as call:
+            with call.agreement() as same:
+                same |= {"seqlen": seqlen, "seqlen_k": seqlen_k}
+                other._asked = self._asked.of_lengths(seqlen, seqlen_k)
+                other._decision, other._mesh = resized(self._decision, other._asked), self._mesh
+                same["schedule"] = other._decision.schedule()  # built separately on every rank
+                other._backend = another(self._backend, self._peers.rank, home.nodes)
+                small = is_small(home, own_bytes(other._decision))
+                if small:
+                    other._prepare(home)
+            if not small:
+                other._check_memory(home, self._peers)
+                with agreement(self._peers):
+                    other._prepare(home)
         home.share(self._mesh)
         other._begin(home, self._name)
         return other

@@ -98,7 +98,7 @@ class MeshAttention(Lifetime):
         Bytes, also as "512M" or "1.5G".  max_message: of the longest MPI message.  Collectives, scatter and gather
         split down to one token's row.  max_memory: that a rank may need, without scratch; tiles, schedules and
         receiving ahead go by it.  Calls need more if their documents see more than the masks, at most what a plan
-        without masks needs.
+        without masks needs.  Without a max_memory, nodes, cgroups, Slurm jobs and GPUs must have room for the plan.
     machine : Machine or str, default None
         For "auto": a `Machine`, a built-in name, a file; None for the `mpiattn tune` of such a launch, else a default.
     overlap : bool, default True
@@ -112,7 +112,7 @@ class MeshAttention(Lifetime):
     ------
     ArgumentError
         Here and in all collective methods, on every rank alike: an argument is invalid on some rank, or differs between
-        ranks where it must not.  In any method: the plan is closed.
+        ranks where it must not.  In any method: the plan is closed.  Also a MemoryError: there is not enough memory.
     CallError
         Here and in all collective methods, on every rank alike: ranks make different calls.  Nothing was sent.
     PeerFailure
@@ -179,6 +179,7 @@ class MeshAttention(Lifetime):
             peers = home.peers(limit)
             self._decision, self._backend = settle(home, peers, self._asked)
             self._mesh = home.mesh(peers, self._decision.choice.tile, self._decision.mesh_order)
+            self._check_memory(home, peers)
             with agreement(peers):  # out of memory on one rank must not hang the others
                 self._prepare(home)
             self._begin(home)

@@ -93,8 +93,20 @@ def _choose(
     problem: Problem, checked: CheckedOptions, machine: Machine, order: tuple[int, ...] | None, nodes: list[int]
 ) -> Decision:
     """The fastest Decision that the checked options allow."""
+    space = space_of(problem, checked, machine, order, nodes)
     mask = problem.mask_of(checked.expected_cu_seqlens)
-    space = SearchSpace(
+    (best, *_), _, fastest = search.within_memory(space)
+    longest = best.seconds
+    if mask != problem.whole_mask:  # any call may have other documents, or none
+        longest = max(longest, search.without_documents(space, best))
+    return Decision(problem, best, machine, order, nodes, fastest, checked.overlap, mask, longest)
+
+
+def space_of(
+    problem: Problem, checked: CheckedOptions, machine: Machine, order: tuple[int, ...] | None, nodes: list[int]
+) -> SearchSpace:
+    """What the checked options leave to choose from."""
+    return SearchSpace(
         problem,
         len(nodes),
         machine,
@@ -108,13 +120,8 @@ def _choose(
         nodes=nodes,
         overlap=checked.overlap,
         max_memory=checked.max_memory,
-        mask=mask,
+        mask=problem.mask_of(checked.expected_cu_seqlens),
     )
-    (best, *_), _, fastest = search.within_memory(space)
-    longest = best.seconds
-    if mask != problem.whole_mask:  # any call may have other documents, or none
-        longest = max(longest, search.without_documents(space, best))
-    return Decision(problem, best, machine, order, nodes, fastest, checked.overlap, mask, longest)
 
 
 def resized(decision: Decision, asked: Asked) -> Decision:

@@ -17,3 +17,20 @@ def span(values: Collection[Any], show: Callable[[Any], str] = str) -> str:
     """The range of some values: "2" or "2 to 5"."""
     low, high = show(min(values)), show(max(values))
     return low if low == high else f"{low} to {high}"
+
+
+def size(nbytes: float) -> str:
+    """Bytes in binary units with three digits: "1.5 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1000:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.3g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.3g} TiB"
+
+
+def byte_option(nbytes: int) -> str:
+    """Bytes as users give them in options, at least as many: "1.5G"."""
+    for unit, factor in (("G", 2**30), ("M", 2**20), ("K", 2**10)):
+        if nbytes >= factor:
+            return f"{-(-nbytes * 100 // factor) / 100:g}{unit}"
+    return str(nbytes)

@@ -185,6 +185,13 @@ class CudaBackend(_CupyLaunches):
 
     # Arrays
 
+    def device_memory(self):
+        with self.cupy.cuda.Device(self.device):
+            free = self.cupy.cuda.runtime.memGetInfo()[0] + self.cupy.get_default_memory_pool().free_bytes()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        part = visible if "MIG" in visible else ""  # parts of a GPU have its address, and memory of their own
+        return free, f"{self.cupy.cuda.runtime.deviceGetPCIBusId(self.device)}{part}"
+
     @property
     def staged_bytes(self):
         """Bytes of pinned host memory that are allocated."""

@@ -127,6 +127,9 @@ class NumpyBackend:
     def adopt(cls, arrays):
         return arrays
 
+    def device_memory(self):
+        return None
+
     def empty(self, shape, dtype):
         return np.empty(shape, dtype)
 
