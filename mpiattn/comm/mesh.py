@@ -28,10 +28,11 @@ from ..errors import MpiattnError, PeerFailure
 from ..system.logs import ERROR, note
 from . import channel as channels
 from . import endings
-from .agreement import agreement, is_everywhere
+from .agreement import agreement, is_everywhere, which_ranks
 from .blocking import blocking
 from .caller_comm import check_comm
 from .channel import Channel
+from .ended import ended, ended_soon, revoke
 from .mpi_errors import happened, in_words
 from .peers import TIMEOUT, Peers, keep_forever, translate_ranks
 from .transport import Known
@@ -73,11 +74,14 @@ class Mesh:
             self._comms[sides] = MPI.Intracomm(MPI.COMM_SELF) if alone else self.cart.Sub([side > 1 for side in sides])
         return self._comms[sides]
 
+    def shared(self):
+        """The communicators with other ranks."""
+        return [comm for comm in self._comms.values() if comm != MPI.COMM_SELF]
+
     def free(self):
         """Free the communicators; collective."""
-        for comm in self._comms.values():
-            if comm != MPI.COMM_SELF:
-                comm.Free()
+        for comm in self.shared():
+            comm.Free()
         self.row = self.column = self.plane = MPI.COMM_NULL
 
 
@@ -174,9 +178,11 @@ class Home:
             channels.begin(FIRST)
             try:
                 home = cls(comm, timeout)
-            except PeerFailure:  # MPI_Finalize would wait for the rank that does not come
+            except (PeerFailure, MPI.Exception) as error:  # MPI_Finalize would wait for the rank that does not come
                 endings.abort_if_uncaught()
-                raise
+                if isinstance(error, PeerFailure) or not (ranks := ended_soon(comm)):
+                    raise
+                raise PeerFailure(f"{FIRST} cannot be made, as {which_ranks(ranks)} ended", ranks) from error
             finally:
                 channels.end(FIRST)
             comm.Set_attr(_KEY, home)
@@ -237,7 +243,10 @@ class Home:
             self._holder = None
 
     def end(self, call, error, buffers):
-        """The end of a call that has begun.  error: the exception that ends it, or None.  buffers: as for `call`."""
+        """The end of a call that has begun.  error: the exception that ends it, or None.  buffers: as for `call`.
+
+        Raises PeerFailure in its place if it is an error of MPI that comes of another rank's end.
+        """
         try:
             if error is not None and self.comm.size > 1 and not is_everywhere(error, self.comm):
                 self._fail(error, buffers())
@@ -246,8 +255,13 @@ class Home:
             self._holder = None
 
     def _fail(self, error, buffers):
-        where = ", ".join(filter(None, [self._running, getattr(error, "where", "")]))
-        self.channel.alarm(f"{self.channel.name(self.comm.rank)} {happened(error, where)}")
+        own, where = self.comm.rank, ", ".join(filter(None, [self._running, getattr(error, "where", "")]))
+        name, ranks = self.channel.name(own), ended_soon(self.comm) if isinstance(error, MPI.Exception) else ()
+        if ranks:
+            failure = PeerFailure(f"{name} cannot go on in {where}; {self.channel.names(ranks)} ended", ranks)
+            self.abandon(buffers, str(failure))
+            raise failure from error
+        self.channel.alarm(f"{name} {happened(error, where)}", (own,))
         self.abandon(buffers, in_words(error))
 
     def abandon(self, buffers, why=""):
@@ -259,6 +273,8 @@ class Home:
         if self.owner is not None and self.owner.Get_attr(_KEY) is self:  # not yet set if making the home failed
             self.owner.Delete_attr(_KEY)
         note(ERROR, self.comm.rank, "no plan or cache on this communicator can be used any more: %s", self.abandoned)
+        if ended(self.comm):
+            revoke([self.comm, *(comm for mesh in self.meshes.values() for comm in mesh.shared())])
         self.plans.clear()
         keep_forever(self)  # MPI may still use its buffers
         endings.abort_if_uncaught()
