@@ -1,4 +1,4 @@
-"""The mesh: a Cartesian communicator of planes x rows x columns, with its plane, row and column groups.
+"""The mesh: a communicator of planes x rows x columns, with its plane, row and column groups.
 
     tile a=4, b=2 on 8 ranks        rank = r*a + c, one plane
 
@@ -51,27 +51,31 @@ class Mesh:
     """The ranks of a communicator as the mesh of a tile.
 
     order: the ranks of the communicator in the order of the mesh; None: their own order.
-    cart: the communicator of dims (h, b, a).  plane, row, column: those of this rank's plane, row and column.
-    rank: in cart.  chunk: in plane, which is the number of the chunk that this rank computes with.
+    comm: of all ranks in that order, which is the C order of dims (h, b, a).  Not a Cartesian one: MPI's topologies need
+    not stand the end of a rank.  plane, row, column: those of this rank's plane, row and column.
+    rank: in comm.  chunk: in plane, which is the number of the chunk that this rank computes with.
     """
 
     def __init__(self, comm, tile, order=None):
         self.tile = tile
-        ordered = comm if order is None else comm.Split(0, order.index(comm.rank))
-        self.cart = ordered.Create_cart((tile.h, tile.b, tile.a), periods=(True, True, True), reorder=False)
-        if order is not None:
-            ordered.Free()
-        parts = (1, 1, tile.a), (1, tile.b, 1), (1, tile.b, tile.a)
-        self._comms = {(tile.h, tile.b, tile.a): self.cart}
-        self.row, self.column, self.plane = map(self._part, parts)
-        self.rank, self.size, self.chunk = self.cart.rank, self.cart.size, self.plane.rank
-        self.users = 0
+        self.comm = comm.Split(0, comm.rank if order is None else order.index(comm.rank))
+        self.rank, self.size = self.comm.rank, self.comm.size
+        self._comms = {(tile.h, tile.b, tile.a): self.comm}
+        plane, place = divmod(self.rank, tile.a * tile.b)
+        row, column = divmod(place, tile.a)
+        self.row = self._part((1, 1, tile.a), plane * tile.b + row)
+        self.column = self._part((1, tile.b, 1), plane * tile.a + column)
+        self.plane = self._part((1, tile.b, tile.a), plane)
+        self.chunk, self.users = self.plane.rank, 0
 
-    def _part(self, sides):
-        """The communicator of a part of the mesh.  Equal parts share one; that of this rank alone is MPI_COMM_SELF."""
+    def _part(self, sides, number):
+        """The communicator of a part of the mesh.  Equal parts share one; that of this rank alone is MPI_COMM_SELF.
+
+        number: of this rank's part among those alike.
+        """
         if sides not in self._comms:
             alone = sides == (1, 1, 1)
-            self._comms[sides] = MPI.Intracomm(MPI.COMM_SELF) if alone else self.cart.Sub([side > 1 for side in sides])
+            self._comms[sides] = MPI.Intracomm(MPI.COMM_SELF) if alone else self.comm.Split(number, self.rank)
         return self._comms[sides]
 
     def shared(self):
@@ -269,11 +273,13 @@ class Home:
         self._in_use.append(buffers)
         if self.abandoned:
             return
-        self.abandoned = why or self.channel.failure or "a rank did not come"
+        ranks = ended(self.comm)
+        who = f"{self.channel.names(ranks)} ended" if ranks else "a rank did not come"
+        self.abandoned = why or self.channel.failure or who
         if self.owner is not None and self.owner.Get_attr(_KEY) is self:  # not yet set if making the home failed
             self.owner.Delete_attr(_KEY)
         note(ERROR, self.comm.rank, "no plan or cache on this communicator can be used any more: %s", self.abandoned)
-        if ended(self.comm):
+        if ranks:
             revoke([self.comm, *(comm for mesh in self.meshes.values() for comm in mesh.shared())])
         self.plans.clear()
         keep_forever(self)  # MPI may still use its buffers

@@ -23,7 +23,7 @@ from mpi4py import MPI
 from ..errors import ArgumentError, PeerFailure
 from ..system.logs import ERROR, note
 from . import channel as channels
-from .ended import ended, ended_soon, tells
+from .ended import ended, ended_soon
 from .mpi_errors import lost
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class Peers:
             failure = PeerFailure(self.channel.failure, self.channel.failed)
             failure.relayed = True
             raise failure
-        if tells() and self.channel and (ranks := ended(self.comm)):
+        if self.channel and (ranks := ended(self.comm)):
             self._fail(_awaited(waiting_for), f"{self.channel.names(ranks)} ended", ranks, buffers)
 
     def _lost_message(self, error: MPI.Exception, waiting_for: Callable[[], str] | None, buffers: object) -> NoReturn:

@@ -11,7 +11,8 @@ import pytest
 from mpi4py import MPI
 
 from mpiattn import ArgumentError, KVCache, MeshAttention, MpiattnError, PeerFailure, tree_decode
-from mpiattn.comm import channel
+from mpiattn.comm import channel, mesh
+from mpiattn.comm import peers as peers_module
 from mpiattn.comm.mpi_errors import in_words
 from mpiattn.comm.peers import Peers
 from mpiattn.decode import cache_file
@@ -61,6 +62,7 @@ def test_a_rank_raises_in_a_pass(comm, at_least, schedule):
     endings = comm.allgather(type(ending).__name__)
     assert endings[guilty] == "ZeroDivisionError" and set(endings) <= {"ZeroDivisionError", "PeerFailure", "NoneType"}
     if isinstance(ending, PeerFailure):
+        assert ending.ranks == (guilty,)
         assert re.fullmatch(
             rf"rank {guilty} on .* raised ZeroDivisionError in call 1 of plan \d+, forward, in step "
             r"\d+ of \d+ of the forward pass: on purpose",
@@ -85,8 +87,9 @@ def test_a_rank_does_not_come(comm, at_least, timeout):
             PeerFailure,
             match=f"has waited {timeout:g} s for the other ranks; no answer from rank "
             f"{absent} on {socket.gethostname()}$",
-        ):
+        ) as caught:
             plan.forward(*chunks(plan))
+        assert caught.value.ranks == (absent,)
     comm.Barrier()
     plan.close()
     with MeshAttention(comm, **SHAPE) as again:
@@ -109,7 +112,7 @@ def test_a_rank_raises_while_decoding(comm, at_least, algorithm):
     endings = comm.allgather(type(ending).__name__)
     assert endings[guilty] == "TypeError" and "PeerFailure" in endings
     if isinstance(ending, PeerFailure):
-        assert str(ending).startswith(f"rank {guilty} on ")
+        assert str(ending).startswith(f"rank {guilty} on ") and ending.ranks == (guilty,)
         assert "raised TypeError in call 2 of cache 1, tree_decode: " in str(ending)
     if ending is not None:
         with pytest.raises(MpiattnError, match="make a new one"):
@@ -163,6 +166,7 @@ def test_a_lost_rank_of_another_communicator(comm, at_least, timeout):
         plan.forward(*chunks(plan), progress=progress)
     except PeerFailure as error:
         assert expected in str(error)
+        assert error.ranks == ((0,) if comm.rank else ())  # of its own communicator; there all wait
     else:
         assert comm.rank
     with pytest.raises(MpiattnError, match=r"raised PeerFailure|did not end"):
@@ -194,6 +198,7 @@ def test_a_rank_is_interrupted_in_the_making(comm, at_least, monkeypatch, make):
         assert re.fullmatch(
             r"rank \d+ on .* raised KeyboardInterrupt in making a (plan|cache): on purpose", str(caught.value)
         )
+        assert caught.value.ranks == (comm.size - 1,)
     with pytest.raises(MpiattnError, match="did not end"):
         plan.forward(*chunks(plan))
     plan.close()
@@ -292,8 +297,9 @@ def test_a_rank_makes_no_plan(comm, at_least, timeout):
     at_least(2)
     fresh = comm.Dup()
     if comm.rank:
-        with pytest.raises(PeerFailure):
+        with pytest.raises(PeerFailure) as caught:
             MeshAttention(fresh, **SHAPE, timeout=timeout)
+        assert caught.value.ranks == (0,)
     comm.Barrier()
 
 
@@ -344,6 +350,30 @@ def test_allgather_and_reduce(comm):
     total = np.full((2, 3), 1.5)
     peers.reduce(total, MPI.SUM)
     assert (total == 1.5 * comm.size).all()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_rank_has_ended(comm, at_least, monkeypatch, waits):
+    """MPI tells it, to a rank that waits for another one or by an error of a call: each knows by itself."""
+    at_least(2)
+    gone, fresh = comm.size - 1, comm.Dup()
+    plan = MeshAttention(fresh, **SHAPE, timeout=500)
+    for module, name in ((channel, "ended"), (mesh, "ended"), (mesh, "ended_soon"), (peers_module, "ended")):
+        monkeypatch.setattr(module, name, lambda comm: (gone,))
+    comm.Barrier()
+    if comm.rank != gone:
+        with pytest.raises(PeerFailure, match=rf"rank {gone} on {socket.gethostname()} ended$") as caught:
+            if waits:
+                plan.forward(*chunks(plan))
+            with plan.call("test"):
+                raise MPI.Exception(MPI.ERR_OTHER)
+        assert caught.value.ranks == (gone,) and not caught.value.relayed
+        with pytest.raises(MpiattnError, match=r"did not end .*ended"):
+            plan.forward(*chunks(plan))
+    comm.Barrier()
+    plan._raising = True  # the rank that is gone does not wait for the others
+    plan.close()
+    comm.Barrier()
 
 
 def test_an_error_of_mpi_is_no_exception_of_this_rank(comm, at_least):
