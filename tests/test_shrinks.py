@@ -32,7 +32,7 @@ def test_the_others_go_on(tmp_path, trial):
 
 @pytest.mark.skipif(not PROGRAM.is_file(), reason="takes the docs of a checkout")
 @pytest.mark.parametrize(
-    "victims", ["", "engine.executor.Executor._run_block/0/1+plan.mesh_attention.MeshAttention.gather/2/2"]
+    "victims", ["", "engine.executor.Executor.run/0/1+plan.mesh_attention.MeshAttention.gather/2/2"]
 )
 def test_the_program_of_the_docs(tmp_path, victims):
     """Whoever is lost, the results are those of dense attention."""
