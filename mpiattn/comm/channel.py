@@ -36,7 +36,7 @@ def end(call):
 
 def listen():
     """Read and answer the messages on all channels."""
-    for channel in _channels:
+    for channel in _channels.copy():
         channel.poll()
 
 
@@ -91,9 +91,10 @@ class Channel:
         """Read and answer the messages that have come."""
         try:
             self._read()
-        except MPI.Exception:  # a rank has ended, or others have given up because of that: see `ended`
+        except MPI.Exception:  # a rank has ended: from now on ranks learn of failures by `ended`
             if not tells():
                 raise
+            self.close()
 
     def _read(self):
         status = MPI.Status()

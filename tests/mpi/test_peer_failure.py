@@ -11,8 +11,7 @@ import pytest
 from mpi4py import MPI
 
 from mpiattn import ArgumentError, KVCache, MeshAttention, MpiattnError, PeerFailure, tree_decode
-from mpiattn.comm import channel, mesh
-from mpiattn.comm import peers as peers_module
+from mpiattn.comm import channel
 from mpiattn.comm.mpi_errors import in_words
 from mpiattn.comm.peers import Peers
 from mpiattn.decode import cache_file
@@ -350,30 +349,6 @@ def test_allgather_and_reduce(comm):
     total = np.full((2, 3), 1.5)
     peers.reduce(total, MPI.SUM)
     assert (total == 1.5 * comm.size).all()
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_rank_has_ended(comm, at_least, monkeypatch, waits):
-    """MPI tells it, to a rank that waits for another one or by an error of a call: each knows by itself."""
-    at_least(2)
-    gone, fresh = comm.size - 1, comm.Dup()
-    plan = MeshAttention(fresh, **SHAPE, timeout=500)
-    for module, name in ((channel, "ended"), (mesh, "ended"), (mesh, "ended_soon"), (peers_module, "ended")):
-        monkeypatch.setattr(module, name, lambda comm: (gone,))
-    comm.Barrier()
-    if comm.rank != gone:
-        with pytest.raises(PeerFailure, match=rf"rank {gone} on {socket.gethostname()} ended$") as caught:
-            if waits:
-                plan.forward(*chunks(plan))
-            with plan.call("test"):
-                raise MPI.Exception(MPI.ERR_OTHER)
-        assert caught.value.ranks == (gone,) and not caught.value.relayed
-        with pytest.raises(MpiattnError, match=r"did not end .*ended"):
-            plan.forward(*chunks(plan))
-    comm.Barrier()
-    plan._raising = True  # the rank that is gone does not wait for the others
-    plan.close()
-    comm.Barrier()
 
 
 def test_an_error_of_mpi_is_no_exception_of_this_rank(comm, at_least):
