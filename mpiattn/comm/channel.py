@@ -48,11 +48,12 @@ class Channel:
         new one, which then receives late messages of the old one: messages with another mark are dropped.
     failure: the text that another rank has sent about its failure, else None.
     failed: the ranks that have failed, by that message.
+    broken: whether MPI has told that a rank has ended, or that another one has given up because of that.
     """
 
     def __init__(self, comm, hosts=None, mark=b"", tag=TAG):
         self.comm, self.hosts, self.mark, self.failure, self.tag = comm, hosts, mark, None, tag
-        self.failed, self._answers, self._sending, self._alarmed = (), {}, [], False
+        self.failed, self.broken, self._answers, self._sending, self._alarmed = (), False, {}, [], False
         if comm.size > 1:
             _channels.append(self)
 
@@ -94,6 +95,7 @@ class Channel:
         except MPI.Exception:  # a rank has ended: from now on ranks learn of failures by `ended`
             if not tells():
                 raise
+            self.broken = True
             self.close()
 
     def _read(self):

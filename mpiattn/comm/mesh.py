@@ -51,7 +51,7 @@ class Mesh:
     """The ranks of a communicator as the mesh of a tile.
 
     order: the ranks of the communicator in the order of the mesh; None: their own order.
-    comm: of all ranks in that order, which is the C order of dims (h, b, a).  Not a Cartesian one: MPI's topologies need
+    comm: of all ranks in that order, the C order of dims (h, b, a); not a Cartesian one, since MPI's topologies need
     not stand the end of a rank.  plane, row, column: those of this rank's plane, row and column.
     rank: in comm.  chunk: in plane, which is the number of the chunk that this rank computes with.
     """

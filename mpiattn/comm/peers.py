@@ -168,8 +168,10 @@ class Peers:
             failure = PeerFailure(self.channel.failure, self.channel.failed)
             failure.relayed = True
             raise failure
-        if self.channel and (ranks := ended(self.comm)):
-            self._fail(_awaited(waiting_for), f"{self.channel.names(ranks)} ended", ranks, buffers)
+        if self.channel and (self.channel.broken or ended(self.comm)):
+            ranks = ended_soon(self.comm)
+            who = self.channel.names(ranks) or "a rank"
+            self._fail(_awaited(waiting_for), f"{who} ended", ranks, buffers)
 
     def _lost_message(self, error: MPI.Exception, waiting_for: Callable[[], str] | None, buffers: object) -> NoReturn:
         """Raise PeerFailure, here and on the other ranks: MPI reports an error of what this rank waits for."""
