@@ -4,8 +4,9 @@
     python tests/shrinks.py --trial 4/steps/1/3           one of them again, with what it wrote
 
 A trial is RANKS/PHASE/VICTIM/CALL: of RANKS ranks, VICTIM is killed where PHASE is called for the CALL-th time after
-the first; +PHASE/VICTIM/CALL is one more.  Promised is that the others soon get a PeerFailure that names it, shrink
-and compute what one rank alone does, and that the job ends with code 0, long before the time limit of its waits.
+the first, for the phase `time` in that many fiftieths of a second; +PHASE/VICTIM/CALL is one more.  Promised is that
+the others soon get a PeerFailure that names it, shrink and compute what one rank alone does, and that the job ends with
+code 0, long before the time limit of its waits.
 """
 
 import argparse
@@ -40,8 +41,9 @@ PHASES = {
     "decode": "decode.combine.Combiner.run",
     "close": "plan.mesh_attention.MeshAttention.close",
     "between": "plan.mesh_attention.MeshAttention.gather",
+    "time": "time",
 }
-CALLS = {"first": 1, "planning": 2, "steps": 20, "post": 30, "wait": 90, "agree": 40, "append": 2, "decode": 2}
+CALLS = {"time": 50, "steps": 20, "post": 30, "wait": 90, "agree": 40, "first": 1}  # others: 2
 
 # Begins what every rank runs: MARK and what each victim has, PLACE/VICTIM/CALL, are its first arguments.
 ARM = """
@@ -49,8 +51,17 @@ import importlib, os, runpy, signal, sys, time
 from mpi4py import MPI
 mark, victims = sys.argv[1:3]
 world = MPI.COMM_WORLD
+world.Barrier()  # all have loaded what they need
+
+def note(when):
+    with open(f"{mark}.{world.rank}", "w") as file:
+        file.write(repr(when))
 
 def arm(place, call):
+    if place == "time":
+        note(time.monotonic() + (call + 1) / 50)
+        signal.setitimer(signal.ITIMER_REAL, (call + 1) / 50)  # wherever it is then, in MPI too
+        return
     module, owner, name = place.rsplit(".", 2)
     owner = getattr(importlib.import_module(f"mpiattn.{module}"), owner)
     original, calls = getattr(owner, name), []
@@ -58,8 +69,7 @@ def arm(place, call):
     def struck(*args, **how):
         calls.append(name)
         if len(calls) > call:
-            with open(f"{mark}.{world.rank}", "w") as file:
-                file.write(repr(time.monotonic()))
+            note(time.monotonic())
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args, **how)
 
@@ -81,10 +91,12 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 )
 
 PROGRAM = (
-    ARM
-    + """
+    """
 import numpy as np
 from mpiattn import KVCache, MeshAttention, PeerFailure, tree_decode
+"""
+    + ARM
+    + """
 
 def dense(q, k, v, causal):
     scores = np.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
@@ -129,6 +141,9 @@ while done < 3:
     if failure:
         gone = set(MPI.Group.Translate_ranks(old.Get_group(), list(failure.ranks), comm.Get_group()))
         assert gone == {MPI.UNDEFINED}, (failure.ranks, gone)
+signal.setitimer(signal.ITIMER_REAL, 0)
+if os.path.exists(f"{mark}.{world.rank}"):  # its time has not come
+    os.remove(f"{mark}.{world.rank}")
 os.write(1, f"rank {world.rank} is done, without {sum(lost)}\\n".encode())
 """
 )
