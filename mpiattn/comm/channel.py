@@ -16,7 +16,7 @@ from .ended import ended, tells
 TAG = 32000  # of these messages only; MPI guarantees tags up to 32767
 LISTEN = 1e-3  # seconds between two probes for messages while a rank waits
 ANSWER = 1.0  # seconds in which a waiting rank answers, even on a crowded core
-NAMED = 100  # ranks of a message, which keeps it short too
+NAMED = 500  # failed ranks of a message: it stays shorter than 4 KB, which every MPI sends eagerly
 LONGEST = 1000  # characters of a message: short ones are sent eagerly, and arrive without the sender's help
 
 _channels: list["Channel"] = []  # the open channels: a rank that waits on one of them answers on all
