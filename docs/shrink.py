@@ -59,7 +59,7 @@ def main():
             except (mpiattn.PeerFailure, MPI.Exception) as failure:  # MPI's own, from a call on comm
                 if comm.Get_failed().size == 0 and not comm.Is_revoked():
                     raise  # all live, but one hangs or has raised an error: the job ends
-                print(f"{failure}", file=sys.stderr, flush=True)
+                print(failure, file=sys.stderr, flush=True)
                 comm.Revoke()  # no rank waits in a call on comm any more
             done = all_done(comm, done)
             if not done:
