@@ -205,8 +205,10 @@ def run(trial, folder, timeout=TIMEOUT):
         return [f"no end within {LIMIT:g} s"], None, str(error)
     marks = {int(path.suffix[1:]): float(path.read_text()) for path in folder.glob("mark.*")}
     caught = re.findall(r"^(\S+) (\d+) caught \((.*?),?\): (.*)", done.stdout, re.MULTILINE)
-    alive = trial.ranks - len(marks)
+    alive, crashes = trial.ranks - len(marks), done.stderr.count("Process received signal")
     wrong = [f"code {done.returncode}"] if done.returncode else []
+    if crashes:  # of which the launcher makes no code
+        wrong.append(f"{crashes} ranks crashed")
     if done.stdout.count(f"is done, without {len(marks)}\n") != alive:
         wrong.append("not all others are done")
     named = {int(rank) for _, _, ranks, _ in caught for rank in ranks.split(", ")}

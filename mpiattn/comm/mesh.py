@@ -32,12 +32,13 @@ from .agreement import agreement, is_everywhere, which_ranks
 from .blocking import blocking
 from .caller_comm import check_comm
 from .channel import Channel
-from .ended import ended, ended_soon, revoke
+from .ended import ended, ended_soon, revoke, tells
 from .mpi_errors import happened, in_words
 from .peers import TIMEOUT, Peers, keep_forever, translate_ranks
 from .transport import Known
 
 FIRST = "the first plan or cache on this communicator"
+BEGIN = f"for the other ranks to begin {FIRST}"
 # Until there is a duplicate, messages about failures pass the caller's communicator, with a tag that nobody takes.
 FROM_LAST = 7  # less than the largest tag
 REMEMBERED = 64  # groups of ranks
@@ -153,8 +154,13 @@ class Home:
         self.owner, self.abandoned, self._in_use = comm, "", []
         self.meshes, self.plans, self.known = {}, {}, Known()  # before what may fail: `abandon` takes them
         first = Channel(comm, tag=MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) - FROM_LAST)
-        self.comm, request = comm.Idup()
-        Peers(comm, timeout, channel=first).wait([request], lambda: f"for the other ranks to begin {FIRST}")
+        callers = Peers(comm, timeout, channel=first)
+        if tells():  # Open MPI 5.0 does not survive a nonblocking duplication that fails
+            callers.wait([comm.Ibarrier()], lambda: BEGIN)
+            self.comm = blocking(callers, comm.Dup)
+        else:
+            self.comm, request = comm.Idup()
+            callers.wait([request], lambda: BEGIN)
         peers = Peers(self.comm, timeout, channel=first)
         self.hosts, marks = zip(*peers.allgather((socket.gethostname(), os.urandom(8))))
         self.channel = Channel(self.comm, self.hosts, marks[0])
