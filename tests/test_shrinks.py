@@ -9,7 +9,7 @@ import pytest
 import shrinks
 
 TRIALS = (
-    "4/first/1/0",
+    "4/first/1/0+first/2/1",
     "3/planning/2/0",
     "4/steps/0/5",
     "5/post/3/9",
