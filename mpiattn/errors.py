@@ -5,13 +5,13 @@ class MpiattnError(Exception):
     """Base class of the errors that mpiattn raises on purpose.
 
     `everywhere` is True once the ranks of a communicator have agreed on the error: all of them raise it, none is
-    left waiting.  `among` is MPI's number of that communicator in this process, None without agreement.  `ranks` are
-    so many, and on one of them `tells` is True, the rank that prints the error if nobody catches it.
+    left waiting.  `among` is MPI's number of that communicator in this process, None without agreement.  So many
+    ranks as `raised_by` raise it; on one of them `tells` is True, the rank that prints the error if nobody catches it.
     """
 
     everywhere = False
     among = None
-    ranks = 1
+    raised_by = 1
     tells = True
 
 
@@ -34,10 +34,16 @@ class FileError(MpiattnError, OSError):
 class PeerFailure(MpiattnError):
     """Another rank failed or timed out, so this rank's call cannot be completed.
 
+    `ranks` are the ranks that failed, by their numbers in the communicator of the plan or cache: those that have ended,
+    do not answer, or raised an error; () where all answer, or where it is not known.
     `relayed` is True if another rank, which raises its own error, reported the failure to this rank.
     """
 
     relayed = False
+
+    def __init__(self, message: str = "", ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class CallError(MpiattnError):

@@ -63,6 +63,14 @@ def train(comm: MPI.Intracomm, q: Any, k: Any, v: Any) -> float:
     return sent[0] + seconds + len(tensors) + len(traced) + len(plan.positions) + verified
 
 
+def failed(comm: MPI.Intracomm) -> tuple[int, ...]:
+    try:
+        mpiattn.KVCache(comm, capacity=9, kv_heads=1, head_dim=4).close()
+    except mpiattn.PeerFailure as failure:
+        return failure.ranks
+    raise mpiattn.PeerFailure("none", ranks=1)  # type: ignore[arg-type]
+
+
 def decode(comm: MPI.Intracomm, q: Any, k: Any, v: Any) -> str:
     with mpiattn.KVCache.load(comm, Path("cache.h5"), machine=mpiattn.Machine.from_dict({})) as cache:
         cache.append(k, v, sequences=[0], counts=np.array([5]))

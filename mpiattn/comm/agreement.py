@@ -139,7 +139,7 @@ def everywhere(error, peers, teller=0):
     from .endings import tell_once  # only here, as it loads MPI, and commands import this before
 
     error.everywhere, error.among = True, peers.comm.py2f()
-    error.ranks, error.tells = peers.size, peers.rank == teller
+    error.raised_by, error.tells = peers.size, peers.rank == teller
     tell_once()
     return error
 

@@ -12,10 +12,12 @@ import time
 from mpi4py import MPI
 
 from . import arrivals
+from .ended import ended, tells
 
 TAG = 32000  # of these messages only; MPI guarantees tags up to 32767
 LISTEN = 1e-3  # seconds between two probes for messages while a rank waits
 ANSWER = 1.0  # seconds in which a waiting rank answers, even on a crowded core
+NAMED = 500  # failed ranks of a message: it stays shorter than 4 KB, which every MPI sends eagerly
 LONGEST = 1000  # characters of a message: short ones are sent eagerly, and arrive without the sender's help
 
 _channels: list["Channel"] = []  # the open channels: a rank that waits on one of them answers on all
@@ -35,7 +37,7 @@ def end(call):
 
 def listen():
     """Read and answer the messages on all channels."""
-    for channel in _channels:
+    for channel in _channels.copy():
         channel.poll()
 
 
@@ -46,11 +48,13 @@ class Channel:
     mark: identifies the communicator, the same on every rank.  MPI may reuse the number of a freed communicator for a
         new one, which then receives late messages of the old one: messages with another mark are dropped.
     failure: the text that another rank has sent about its failure, else None.
+    failed: the ranks that have failed, by that message.
+    broken: whether MPI has told that a rank has ended, or that another one has given up because of that.
     """
 
     def __init__(self, comm, hosts=None, mark=b"", tag=TAG):
         self.comm, self.hosts, self.mark, self.failure, self.tag = comm, hosts, mark, None, tag
-        self._answers, self._sending, self._alarmed = {}, [], False
+        self.failed, self.broken, self._answers, self._sending, self._alarmed = (), False, {}, [], False
         if comm.size > 1:
             _channels.append(self)
 
@@ -63,55 +67,72 @@ class Channel:
         """A rank in words."""
         return f"rank {rank}" + (f" on {self.hosts[rank]}" if self.hosts else "")
 
+    def names(self, ranks):
+        """Ranks in words."""
+        return _several([self.name(rank) for rank in ranks])
+
     def _others(self):
         return [rank for rank in range(self.comm.size) if rank != self.comm.rank]
 
-    def _send(self, ranks, kind, text=None):
-        data = pickle.dumps((self.mark, kind, text and text[:LONGEST]))
+    def _send(self, ranks, kind, text=None, failed=()):
+        data = pickle.dumps((self.mark, kind, text and text[:LONGEST], failed[:NAMED]))
         with contextlib.suppress(MPI.Exception):  # the rank or the link may be gone
             self._sending = [request for request in self._sending if not request.Test()]
             self._sending += [self.comm.Isend([data, MPI.BYTE], rank, self.tag) for rank in ranks]
 
-    def alarm(self, failure):
-        """Tell all other ranks that this one has failed: they raise PeerFailure with that text.
+    def alarm(self, failure, failed):
+        """Tell all other ranks that these have failed: they raise PeerFailure with that text.
 
-        Does nothing where a failure has been announced, by this rank or to this rank.
+        Does nothing where a failure has been announced, by this rank or to this rank, or where MPI tells it.
         """
-        if self.failure is None and not self._alarmed:
+        if self.failure is None and not self._alarmed and not ended(self.comm):
             self._alarmed = True
-            self._send(self._others(), "failure", failure)
+            self._send(self._others(), "failure", failure, failed)
 
     def poll(self):
         """Read and answer the messages that have come."""
+        try:
+            self._read()
+        except MPI.Exception:  # a rank has ended: from now on ranks learn of failures by `ended`
+            if not tells():
+                raise
+            self.broken = True
+            self.close()
+
+    def _read(self):
         while (message := arrivals.take(self.comm, self.tag)) is not None:
             source, data = message
-            mark, kind, text = pickle.loads(data)
+            mark, kind, text, failed = pickle.loads(data)
             if mark != self.mark:
                 continue
             if kind == "failure":
-                self.failure = self.failure or text
+                if self.failure is None:
+                    self.failure, self.failed = text, failed
             elif kind == "question":
                 self._send([source], "answer", _calls[-1] if _calls else "")
             else:
                 self._answers[source] = text
 
     def roll_call(self, done):
-        """Who answers, in words; "" if there are no other ranks or `done()` becomes true meanwhile."""
+        """Who answers, in words, and the ranks that do not.
+
+        "" and () if there are no other ranks or `done()` becomes true meanwhile.
+        """
         if self.comm.size == 1:
-            return ""
+            return "", ()
         self._answers = {}
         self._send(self._others(), "question")
         until = time.monotonic() + ANSWER
         while len(self._answers) < self.comm.size - 1 and time.monotonic() < until:
             if done():
-                return ""
+                return "", ()
             listen()
             time.sleep(LISTEN)
-        silent = [rank for rank in self._others() if rank not in self._answers]
+        silent = tuple(rank for rank in self._others() if rank not in self._answers)
         if silent:
-            return f"no answer from {_several([self.name(rank) for rank in silent])}"
+            return f"no answer from {self.names(silent)}", silent
         calls = [f"{self.name(rank)} is in {call or 'no call'}" for rank, call in sorted(self._answers.items())]
-        return f"the other ranks are waiting too: {_several(calls)}"
+        return f"the other ranks are waiting too: {_several(calls)}", ()
 
 
 def _several(names, most=8):

@@ -36,7 +36,7 @@ def tell_once():
 
     def print_and_abort(kind, error, trace):
         comm, shared = MPI.COMM_WORLD, getattr(error, "everywhere", False)
-        of_all = shared and getattr(error, "ranks", 1) == comm.size > 1  # else other ranks go on
+        of_all = shared and getattr(error, "raised_by", 1) == comm.size > 1  # else other ranks go on
         tells = getattr(error, "tells", True)
         if shared and not (of_all or tells):
             print(

@@ -275,7 +275,8 @@ class Exchange:
         start = time.perf_counter()
 
         def waiting_for():
-            return f"{where} to {self._missing(posted)}".lstrip()
+            missing = self._missing(posted)  # none of those that MPI has ended with an error
+            return f"{where} to {missing}".lstrip() if missing else where or "for a transfer"
 
         if self._unfinished():
             self.peers.until(partial(self.complete, posted), waiting_for, posted)

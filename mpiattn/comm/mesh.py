@@ -28,15 +28,17 @@ from ..errors import MpiattnError, PeerFailure
 from ..system.logs import ERROR, note
 from . import channel as channels
 from . import endings
-from .agreement import agreement, is_everywhere
+from .agreement import agreement, is_everywhere, which_ranks
 from .blocking import blocking
 from .caller_comm import check_comm
 from .channel import Channel
+from .ended import ended, ended_soon, revoke, tells
 from .mpi_errors import happened, in_words
 from .peers import TIMEOUT, Peers, keep_forever, translate_ranks
 from .transport import Known
 
 FIRST = "the first plan or cache on this communicator"
+BEGIN = f"for the other ranks to begin {FIRST}"
 # Until there is a duplicate, messages about failures pass the caller's communicator, with a tag that nobody takes.
 FROM_LAST = 7  # less than the largest tag
 REMEMBERED = 64  # groups of ranks
@@ -50,34 +52,52 @@ class Mesh:
     """The ranks of a communicator as the mesh of a tile.
 
     order: the ranks of the communicator in the order of the mesh; None: their own order.
-    cart: the communicator of dims (h, b, a).  plane, row, column: those of this rank's plane, row and column.
-    rank: in cart.  chunk: in plane, which is the number of the chunk that this rank computes with.
+    comm: the communicator of dims (h, b, a).  plane, row, column: those of this rank's plane, row and column.
+    rank: in comm.  chunk: in plane, which is the number of the chunk that this rank computes with.
+    All are Cartesian; without a topology where ranks may end (ULFM), since MPI's topologies need not survive that.
     """
 
     def __init__(self, comm, tile, order=None):
         self.tile = tile
-        ordered = comm if order is None else comm.Split(0, order.index(comm.rank))
-        self.cart = ordered.Create_cart((tile.h, tile.b, tile.a), periods=(True, True, True), reorder=False)
-        if order is not None:
-            ordered.Free()
-        parts = (1, 1, tile.a), (1, tile.b, 1), (1, tile.b, tile.a)
-        self._comms = {(tile.h, tile.b, tile.a): self.cart}
-        self.row, self.column, self.plane = map(self._part, parts)
-        self.rank, self.size, self.chunk = self.cart.rank, self.cart.size, self.plane.rank
-        self.users = 0
+        plain = tells()
+        ordered = comm if order is None and not plain else comm.Split(0, order.index(comm.rank) if order else comm.rank)
+        self.comm = ordered
+        if not plain:
+            self.comm = ordered.Create_cart((tile.h, tile.b, tile.a), periods=(True, True, True), reorder=False)
+            if order is not None:
+                ordered.Free()
+        self.rank, self.size = self.comm.rank, self.comm.size
+        self._comms = {(tile.h, tile.b, tile.a): self.comm}
+        plane, place = divmod(self.rank, tile.a * tile.b)
+        row, column = divmod(place, tile.a)
+        self.row = self._part((1, 1, tile.a), plane * tile.b + row)
+        self.column = self._part((1, tile.b, 1), plane * tile.a + column)
+        self.plane = self._part((1, tile.b, tile.a), plane)
+        self.chunk, self.users = self.plane.rank, 0
 
-    def _part(self, sides):
-        """The communicator of a part of the mesh.  Equal parts share one; that of this rank alone is MPI_COMM_SELF."""
+    def _part(self, sides, number):
+        """The communicator of a part of the mesh.  Equal parts share one; that of this rank alone is MPI_COMM_SELF.
+
+        number: of this rank's part among those alike.
+        """
         if sides not in self._comms:
-            alone = sides == (1, 1, 1)
-            self._comms[sides] = MPI.Intracomm(MPI.COMM_SELF) if alone else self.cart.Sub([side > 1 for side in sides])
+            if sides == (1, 1, 1):
+                part = MPI.Intracomm(MPI.COMM_SELF)
+            elif tells():
+                part = self.comm.Split(number, self.rank)
+            else:
+                part = self.comm.Sub([side > 1 for side in sides])
+            self._comms[sides] = part
         return self._comms[sides]
+
+    def shared(self):
+        """The communicators with other ranks."""
+        return [comm for comm in self._comms.values() if comm != MPI.COMM_SELF]
 
     def free(self):
         """Free the communicators; collective."""
-        for comm in self._comms.values():
-            if comm != MPI.COMM_SELF:
-                comm.Free()
+        for comm in self.shared():
+            comm.Free()
         self.row = self.column = self.plane = MPI.COMM_NULL
 
 
@@ -145,8 +165,13 @@ class Home:
         self.owner, self.abandoned, self._in_use = comm, "", []
         self.meshes, self.plans, self.known = {}, {}, Known()  # before what may fail: `abandon` takes them
         first = Channel(comm, tag=MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) - FROM_LAST)
-        self.comm, request = comm.Idup()
-        Peers(comm, timeout, channel=first).wait([request], lambda: f"for the other ranks to begin {FIRST}")
+        callers = Peers(comm, timeout, channel=first)
+        if tells():  # Open MPI 5.0 does not survive a nonblocking duplication that fails
+            callers.wait([comm.Ibarrier()], lambda: BEGIN)
+            self.comm = blocking(callers, comm.Dup)
+        else:
+            self.comm, request = comm.Idup()
+            callers.wait([request], lambda: BEGIN)
         peers = Peers(self.comm, timeout, channel=first)
         self.hosts, marks = zip(*peers.allgather((socket.gethostname(), os.urandom(8))))
         self.channel = Channel(self.comm, self.hosts, marks[0])
@@ -174,9 +199,11 @@ class Home:
             channels.begin(FIRST)
             try:
                 home = cls(comm, timeout)
-            except PeerFailure:  # MPI_Finalize would wait for the rank that does not come
+            except (PeerFailure, MPI.Exception) as error:  # MPI_Finalize would wait for the rank that does not come
                 endings.abort_if_uncaught()
-                raise
+                if isinstance(error, PeerFailure) or not (ranks := ended_soon(comm)):
+                    raise
+                raise PeerFailure(f"{FIRST} cannot be made, as {which_ranks(ranks)} ended", ranks) from error
             finally:
                 channels.end(FIRST)
             comm.Set_attr(_KEY, home)
@@ -237,7 +264,10 @@ class Home:
             self._holder = None
 
     def end(self, call, error, buffers):
-        """The end of a call that has begun.  error: the exception that ends it, or None.  buffers: as for `call`."""
+        """The end of a call that has begun.  error: the exception that ends it, or None.  buffers: as for `call`.
+
+        Raises PeerFailure in its place if it is an error of MPI that comes of another rank's end.
+        """
         try:
             if error is not None and self.comm.size > 1 and not is_everywhere(error, self.comm):
                 self._fail(error, buffers())
@@ -246,8 +276,13 @@ class Home:
             self._holder = None
 
     def _fail(self, error, buffers):
-        where = ", ".join(filter(None, [self._running, getattr(error, "where", "")]))
-        self.channel.alarm(f"{self.channel.name(self.comm.rank)} {happened(error, where)}")
+        own, where = self.comm.rank, ", ".join(filter(None, [self._running, getattr(error, "where", "")]))
+        name, ranks = self.channel.name(own), ended_soon(self.comm) if isinstance(error, MPI.Exception) else ()
+        if ranks:
+            failure = PeerFailure(f"{name} cannot go on in {where}; {self.channel.names(ranks)} ended", ranks)
+            self.abandon(buffers, str(failure))
+            raise failure from error
+        self.channel.alarm(f"{name} {happened(error, where)}", (own,))
         self.abandon(buffers, in_words(error))
 
     def abandon(self, buffers, why=""):
@@ -255,10 +290,14 @@ class Home:
         self._in_use.append(buffers)
         if self.abandoned:
             return
-        self.abandoned = why or self.channel.failure or "a rank did not come"
+        ranks = ended(self.comm)
+        who = f"{self.channel.names(ranks)} ended" if ranks else "a rank did not come"
+        self.abandoned = why or self.channel.failure or who
         if self.owner is not None and self.owner.Get_attr(_KEY) is self:  # not yet set if making the home failed
             self.owner.Delete_attr(_KEY)
         note(ERROR, self.comm.rank, "no plan or cache on this communicator can be used any more: %s", self.abandoned)
+        if ranks:
+            revoke([self.comm, *(comm for mesh in self.meshes.values() for comm in mesh.shared())])
         self.plans.clear()
         keep_forever(self)  # MPI may still use its buffers
         endings.abort_if_uncaught()

@@ -23,6 +23,7 @@ from mpi4py import MPI
 from ..errors import ArgumentError, PeerFailure
 from ..system.logs import ERROR, note
 from . import channel as channels
+from .ended import ended, ended_soon
 from .mpi_errors import lost
 
 if TYPE_CHECKING:
@@ -98,7 +99,9 @@ class keeping:
 
 def _awaited(waiting_for: Callable[[], str] | None) -> str:
     """What a rank waits for, in words."""
-    return waiting_for() if waiting_for else "for the other ranks"
+    with suppress(MPI.Exception):  # of a request of a rank that has ended
+        return waiting_for() if waiting_for else "for the other ranks"
+    return "for the other ranks"
 
 
 class Peers:
@@ -147,7 +150,7 @@ class Peers:
                 now = time.monotonic()
                 waited, last = waited + min(now - last, SUSPENDED), now
                 if now > listening:
-                    self._listen(buffers)
+                    self._listen(buffers, waiting_for)
                     listening = now + channels.LISTEN
                 if waited > self.timeout:
                     return self._give_up(done, waiting_for, buffers)
@@ -158,41 +161,51 @@ class Peers:
             keep_forever(buffers)
             raise
 
-    def _listen(self, buffers: object) -> None:
+    def _listen(self, buffers: object, waiting_for: Callable[[], str] | None) -> None:
         channels.listen()
         if self.channel and self.channel.failure:
             self.lost(buffers)
-            failure = PeerFailure(self.channel.failure)
+            failure = PeerFailure(self.channel.failure, self.channel.failed)
             failure.relayed = True
             raise failure
+        if self.channel and (self.channel.broken or ended(self.comm)):
+            ranks = ended_soon(self.comm)
+            who = self.channel.names(ranks) or "a rank"
+            self._fail(_awaited(waiting_for), f"{who} ended", ranks, buffers)
 
     def _lost_message(self, error: MPI.Exception, waiting_for: Callable[[], str] | None, buffers: object) -> NoReturn:
         """Raise PeerFailure, here and on the other ranks: MPI reports an error of what this rank waits for."""
-        state = ""
-        if self.channel:
+        state: str = ""
+        ranks: tuple[int, ...] = ended_soon(self.comm)
+        if self.channel and not ranks:
             with suppress(MPI.Exception):
-                state = self.channel.roll_call(lambda: False)
-        self._listen(buffers)  # another rank may know more
-        self._fail(f"{_awaited(waiting_for)}, {lost(error)}", state, buffers, error)
+                state, ranks = self.channel.roll_call(lambda: False)
+        self._listen(buffers, waiting_for)  # another rank may know more
+        self._fail(f"{_awaited(waiting_for)}, {lost(error)}", state, ranks, buffers, error)
 
     def _give_up(self, done: Callable[[], bool], waiting_for: Callable[[], str] | None, buffers: object) -> None:
         """At the time limit: raise PeerFailure, here and on the other ranks, unless the wait just ends."""
-        state = self.channel.roll_call(done) if self.channel else ""
+        state, ranks = self.channel.roll_call(done) if self.channel else ("", ())
         if done():
             return
-        self._listen(buffers)  # another rank may have given up first
-        self._fail(f"{self.timeout:g} s {_awaited(waiting_for)}", state, buffers)
+        self._listen(buffers, waiting_for)  # another rank may have given up first
+        self._fail(f"{self.timeout:g} s {_awaited(waiting_for)}", state, ranks, buffers)
 
-    def _fail(self, waited: str, state: str, buffers: object, cause: Exception | None = None) -> NoReturn:
-        """Raise PeerFailure, here and on the other ranks.  waited: for what, and how long; state: of the others."""
+    def _fail(
+        self, waited: str, state: str, ranks: tuple[int, ...], buffers: object, cause: Exception | None = None
+    ) -> NoReturn:
+        """Raise PeerFailure, here and on the other ranks.
+
+        waited: for what, and how long; state: of the others; ranks: those that failed.
+        """
         failure = (
             f"rank {self.rank} of {self.size} on {socket.gethostname()} has waited {waited}{state and '; '}{state}"
         )
         note(ERROR, self.rank, "%s", failure)
         self.lost(buffers)
         if self.channel:
-            self.channel.alarm(failure)
-        raise PeerFailure(failure) from cause
+            self.channel.alarm(failure, ranks)
+        raise PeerFailure(failure, ranks) from cause
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

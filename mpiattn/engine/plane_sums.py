@@ -38,9 +38,9 @@ def _exchange(others, peers, sent, received, tag, mesh, backend, exchange):
     backend.begin()  # messages have what launches so far have written
     requests = []
     for n in others:
-        requests += exchange.receive(mesh.cart, backend.incoming(received[n]), peers[n], tag)
+        requests += exchange.receive(mesh.comm, backend.incoming(received[n]), peers[n], tag)
     for n in others:
-        requests += exchange.send(mesh.cart, backend.outgoing(sent[n]), peers[n], tag)
+        requests += exchange.send(mesh.comm, backend.outgoing(sent[n]), peers[n], tag)
     exchange.wait(requests, "adding up the gradient of the bias over the planes")
     for n in others:
         backend.sent(sent[n])

@@ -214,7 +214,7 @@ class Regroup:
         for kind, tokens, name, peer, rows, places in receives:
             coming.add(kind, tokens, self._receive(name, peer, rows), rows, places)
         # Every rank sends to the one ahead of it first, so that tokens reach a rank piece by piece.
-        sends.sort(key=lambda send: (send[0], (send[1] - self.mesh.rank) % self.mesh.cart.size))
+        sends.sort(key=lambda send: (send[0], (send[1] - self.mesh.rank) % self.mesh.comm.size))
         for _, peer, name, rows in sends:
             coming.send(self._send(name, peer, rows), rows)
         for place, region in staying:  # while messages are on their way
@@ -283,11 +283,11 @@ class Regroup:
 
     def _receive(self, name, peer, rows):
         """Post a message of the array `name`; returns its requests."""
-        return self.exchange.receive(self.mesh.cart, self.backend.incoming(rows), peer, TAGS[name])
+        return self.exchange.receive(self.mesh.comm, self.backend.incoming(rows), peer, TAGS[name])
 
     def _send(self, name, peer, rows):
         """As `_receive`."""
-        return self.exchange.send(self.mesh.cart, self.backend.outgoing(rows), peer, TAGS[name])
+        return self.exchange.send(self.mesh.comm, self.backend.outgoing(rows), peer, TAGS[name])
 
     def _exchange(self, sends, receives, where):
         """Exchange messages, (name of the array, peer, rows), after all launches so far; wait until they are here."""

@@ -89,7 +89,7 @@ def test_plans_on_fresh_communicators_leave_nothing(comm, times):
         plan = MeshAttention(fresh, **TINY, tile=tiles(comm.size)[i % len(tiles(comm.size))])
         home, mesh = plan._home, plan._mesh
         plan.close()
-        assert MPI.COMM_NULL == mesh.cart == mesh.row == mesh.column == home.comm
+        assert MPI.COMM_NULL == mesh.comm == mesh.row == mesh.column == home.comm
         fresh.Free()
 
 
@@ -117,7 +117,7 @@ def test_plans_share_one_duplicate_and_mesh(comm):
     first, second = MeshAttention(fresh, **TINY), MeshAttention(fresh, **TINY)
     assert first._home is second._home and first._mesh is second._mesh
     first.close()
-    assert second._mesh.cart != MPI.COMM_NULL
+    assert second._mesh.comm != MPI.COMM_NULL
     chunk = np.ones((1, len(second.positions), 1, 1), np.float32)
     second.forward(chunk, chunk, chunk)
     second.close()

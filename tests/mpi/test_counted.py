@@ -57,13 +57,13 @@ class Counting:
 def count(plan, call):
     """(bytes, messages) of this rank in a call of the plan."""
     mesh = plan._mesh  # other plans may share it: it is put back
-    comms = mesh.cart, mesh.plane, mesh.row, mesh.column
-    counting = mesh.cart, mesh.plane, mesh.row, mesh.column = [Counting(comm) for comm in comms]
+    comms = mesh.comm, mesh.plane, mesh.row, mesh.column
+    counting = mesh.comm, mesh.plane, mesh.row, mesh.column = [Counting(comm) for comm in comms]
     try:
         call()
         return sum(comm.bytes for comm in counting), sum(comm.messages for comm in counting)
     finally:
-        mesh.cart, mesh.plane, mesh.row, mesh.column = comms
+        mesh.comm, mesh.plane, mesh.row, mesh.column = comms
 
 
 def count_forward(plan):
@@ -272,7 +272,7 @@ def test_documents_change_with_every_call(comm):
     with MeshAttention(comm, **shape) as plan:
 
         def held():
-            return id(plan._passes.pool._memory), plan._mesh.cart
+            return id(plan._passes.pool._memory), plan._mesh.comm
 
         q, k, v = my_chunks(plan, *draw(plan.problem))
         before = None

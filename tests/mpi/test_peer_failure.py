@@ -61,6 +61,7 @@ def test_a_rank_raises_in_a_pass(comm, at_least, schedule):
     endings = comm.allgather(type(ending).__name__)
     assert endings[guilty] == "ZeroDivisionError" and set(endings) <= {"ZeroDivisionError", "PeerFailure", "NoneType"}
     if isinstance(ending, PeerFailure):
+        assert ending.ranks == (guilty,)
         assert re.fullmatch(
             rf"rank {guilty} on .* raised ZeroDivisionError in call 1 of plan \d+, forward, in step "
             r"\d+ of \d+ of the forward pass: on purpose",
@@ -85,8 +86,9 @@ def test_a_rank_does_not_come(comm, at_least, timeout):
             PeerFailure,
             match=f"has waited {timeout:g} s for the other ranks; no answer from rank "
             f"{absent} on {socket.gethostname()}$",
-        ):
+        ) as caught:
             plan.forward(*chunks(plan))
+        assert caught.value.ranks == (absent,)
     comm.Barrier()
     plan.close()
     with MeshAttention(comm, **SHAPE) as again:
@@ -109,7 +111,7 @@ def test_a_rank_raises_while_decoding(comm, at_least, algorithm):
     endings = comm.allgather(type(ending).__name__)
     assert endings[guilty] == "TypeError" and "PeerFailure" in endings
     if isinstance(ending, PeerFailure):
-        assert str(ending).startswith(f"rank {guilty} on ")
+        assert str(ending).startswith(f"rank {guilty} on ") and ending.ranks == (guilty,)
         assert "raised TypeError in call 2 of cache 1, tree_decode: " in str(ending)
     if ending is not None:
         with pytest.raises(MpiattnError, match="make a new one"):
@@ -163,6 +165,7 @@ def test_a_lost_rank_of_another_communicator(comm, at_least, timeout):
         plan.forward(*chunks(plan), progress=progress)
     except PeerFailure as error:
         assert expected in str(error)
+        assert error.ranks == ((0,) if comm.rank else ())  # of its own communicator; there all wait
     else:
         assert comm.rank
     with pytest.raises(MpiattnError, match=r"raised PeerFailure|did not end"):
@@ -194,6 +197,7 @@ def test_a_rank_is_interrupted_in_the_making(comm, at_least, monkeypatch, make):
         assert re.fullmatch(
             r"rank \d+ on .* raised KeyboardInterrupt in making a (plan|cache): on purpose", str(caught.value)
         )
+        assert caught.value.ranks == (comm.size - 1,)
     with pytest.raises(MpiattnError, match="did not end"):
         plan.forward(*chunks(plan))
     plan.close()
@@ -292,8 +296,9 @@ def test_a_rank_makes_no_plan(comm, at_least, timeout):
     at_least(2)
     fresh = comm.Dup()
     if comm.rank:
-        with pytest.raises(PeerFailure):
+        with pytest.raises(PeerFailure) as caught:
             MeshAttention(fresh, **SHAPE, timeout=timeout)
+        assert caught.value.ranks == (0,)
     comm.Barrier()
 
 
