@@ -16,12 +16,15 @@ from ..errors import FileError
 from ..problem.problem import ITEMSIZE, dtype_name
 from ..system.os_errors import reason
 from . import grids
+from .attributes import dim_of, text_of
+from .presence import AbsentError, opened
 
 INPUTS = ("q", "k", "v")
 LISTED = 40  # an error lists at most this many datasets
 CONVERT = "`mpiattn convert` makes one of .npy, .npz, safetensors and PyTorch files: mpiattn convert FILES OUT"
 AXES = ("bshd", "bhsd")  # (batch, seqlen, heads, dim), and PyTorch's (batch, heads, seqlen, dim)
 MOST_HEADS = 256  # more are rather tokens
+ERRORS = (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError)  # that h5py raises for odd files
 BFLOAT16_FIELDS = (15, 7, 8, 0, 7)  # bit of the sign; first bit and number of bits of exponent and mantissa
 
 
@@ -30,6 +33,8 @@ def _reason(error):
     match = re.search(r"errno = (\d+), error message = '([^']*)'", str(error))
     if match:
         error = OSError(int(match[1]), match[2])
+    if isinstance(error, KeyError):  # whose text has quotation marks
+        return str(error.args[0])
     return reason(error) if isinstance(error, OSError) else str(error)
 
 
@@ -40,11 +45,19 @@ def file_errors(name, path, doing):
         yield
     except FileError:
         raise
-    except (OSError, RuntimeError, ValueError) as error:
+    except ERRORS as error:
         why = f"it cannot be {doing}: {_reason(error)}"
         if doing == "read" and "file signature not found" in str(error):
             why = f"it is no HDF5 file; {CONVERT}"
         raise FileError(f"{name} is {str(path)!r}; {why}") from error
+
+
+def check_is_file(argument, path):
+    """Raise FileError, naming the argument, unless a path is a file: opening a pipe may wait for ever."""
+    if not os.path.isfile(path):
+        what = "it is a folder" if os.path.isdir(path) else "it is a pipe or a device"
+        why = f"{what}, it must be a file" if os.path.exists(path) else "there is no such file"
+        raise FileError(f"{argument} is {str(path)!r}; {why}")
 
 
 def stored_type(dtype):
@@ -64,7 +77,10 @@ def dtype_of(dataset):
         return "bfloat16"
     if isinstance(kind, h5py.h5t.TypeOpaqueID):
         return "bfloat16" if kind.get_size() == 2 else f"opaque elements of {kind.get_size()} bytes"
-    return dataset.dtype.name
+    try:
+        return dataset.dtype.name
+    except (TypeError, NotImplementedError):
+        return f"a type of {kind.get_size()} bytes that NumPy does not have"
 
 
 def place_of(dataset, file):
@@ -138,7 +154,10 @@ def contents(file):
             return
         entered.add((info.fileno, info.addr))
         for name in group:
-            item = group.get(name)  # None behind a link that leads nowhere
+            try:
+                item = opened(group, name, whole=False)
+            except AbsentError:
+                continue
             if isinstance(item, h5py.Dataset):
                 datasets[path + name] = item.shape, dtype_of(item)
             elif isinstance(item, h5py.Group):
@@ -148,60 +167,14 @@ def contents(file):
     return datasets
 
 
-def missing_source(file, name):
-    """What HDF5 does not find of a dataset of an open file, in words; "" if all is there or there is no such name.
-
-    It may be behind a link, or a part of a virtual dataset, which HDF5 would read as its fill value.
-    """
-    path = ""
-    for part in name.strip("/").split("/"):
-        path += f"/{part}"
-        link = file.get(path, getlink=True) if file.get(path) is None else None
-        if isinstance(link, h5py.ExternalLink):
-            at = _existing(file.filename, link.filename, "HDF5_EXT_PREFIX")
-            target = f"{link.path!r} of the file {link.filename!r}"
-            return f"{path[1:]!r} is a link to {target}, which {'has none' if at else 'is not there'}"
-        if isinstance(link, h5py.SoftLink):
-            behind = missing_source(file, link.path)
-            return f"{path[1:]!r} is a link to {link.path!r}, " + (f"and {behind}" if behind else "which is not there")
-        if link is not None or file.get(path) is None:
-            return ""
-    data = file[name]
-    if isinstance(data, h5py.Dataset) and data.is_virtual:
-        for source in data.virtual_sources():
-            if "%b" in source.file_name or source.file_name == ".":
-                continue  # a pattern of any number of files; this file
-            at = _existing(data.file.filename, source.file_name, "HDF5_VDS_PREFIX")
-            part = f"{name!r} is virtual: a part of it is {source.dset_name!r} of the file {source.file_name!r}, which"
-            if at is None:
-                return f"{part} is not there"
-            with h5py.File(at, "r") as other:
-                if source.dset_name not in other:
-                    return f"{part} has none"
-    return ""
-
-
-def _existing(path, name, variable):
-    """Where HDF5 finds the file that another one, at `path`, names; None if it is nowhere."""
-    folders = [*os.environ.get(variable, "").split(":"), os.path.dirname(os.path.abspath(path)), os.curdir]
-    return next(filter(os.path.isfile, (os.path.join(folder, name) for folder in folders if folder)), None)
-
-
 def dataset_of(file, name):
     """The dataset of an open file, or None if there is none of that name.
 
-    Raises ValueError if it is behind a link that leads nowhere, a part of it is in a file that is not there, or nothing
-    was ever written to it: HDF5 would give its fill value for every element.
+    Raises ValueError if it is something else, or a part of it is not there: HDF5 would read its fill value.
     """
-    missing = missing_source(file, name)
-    if missing:
-        raise ValueError(missing)
-    data = file.get(name)
-    if not isinstance(data, h5py.Dataset):
-        return None
-    own = data.size and not data.is_virtual and not data.id.get_create_plist().get_external_count()
-    if own and data.id.get_space_status() == h5py.h5d.SPACE_STATUS_NOT_ALLOCATED:
-        raise ValueError(f"nothing was ever written to its dataset {name!r}")
+    data = opened(file, name)
+    if data is not None and not isinstance(data, h5py.Dataset):
+        raise ValueError(f"its {name!r} is a {'group' if isinstance(data, h5py.Group) else 'type'}, not a dataset")
     return data
 
 
@@ -228,8 +201,8 @@ def order_of(file, argument, axes=None):
 
     Files of mpiattn have that attribute.  Raises FileError if it says something else than what is asked for.
     """
-    said = file.attrs.get("axes")
-    if not (isinstance(said, str) and said in AXES):
+    said = text_of(file, "axes")
+    if said not in AXES:
         return axes
     if axes not in (None, said):
         raise FileError(f"{argument} is {file.filename!r}; its attribute axes is {said!r}, but the call says {axes!r}")
@@ -265,14 +238,12 @@ def read_shapes(path, axes=None, backward=False, names=None, grid=None):
     value_dim needs no v: a value is then as many numbers of its key.  grid: its shape, if datasets may have its axes.
     Raises FileError where the file does not fit.
     """
-    if not os.path.isfile(path):
-        raise FileError(f"IN is {str(path)!r}; there is no such file")
+    check_is_file("IN", path)
     names = names or {}
     with file_errors("IN", path, "read"), h5py.File(path, "r") as file:
         tensors, value_dim, order = {}, None, order_of(file, "IN", axes)
-        if names.get("v", "v") not in file and "value_dim" in file.attrs:
-            value_dim = int(file.attrs["value_dim"])
-        for name in (*(INPUTS if value_dim is None else ("q", "k")), *["dout"] * backward):
+        shared = "value_dim" in file.attrs and dataset_of(file, names.get("v", "v")) is None
+        for name in (*(("q", "k") if shared else INPUTS), *["dout"] * backward):
             dataset = names.get(name, name)
             data = dataset_of(file, dataset)
             if data is None:
@@ -283,6 +254,9 @@ def read_shapes(path, axes=None, backward=False, names=None, grid=None):
                 )
             shape = grids.flat(data.shape, token_axis(data.shape, order or AXES[0]), grid)
             tensors[name] = shape, dtype_of(data)
+        if shared:
+            shape, _ = tensors["k"]
+            value_dim = dim_of(file, "value_dim", "IN", shape[-1]) if shape else 0
     problem = problem_of("IN", path, tensors, order or AXES[0], value_dim)
     if order is None:
         check_order("IN", path, tensors["q"][0], tensors["k"][0])
@@ -297,8 +271,8 @@ def problem_of(argument, path, tensors, axes="bshd", value_dim=None):
     """
     shared = value_dim is not None
     if shared:
-        (*sizes, _), dtype = tensors["k"]
-        tensors = {**tensors, "v": ((*sizes, value_dim), dtype)}
+        sizes, dtype = tensors["k"]
+        tensors = {**tensors, "v": ((*sizes[:-1], value_dim), dtype)}
     (q, k, v), names = zip(*((natural(tensors[name][0], axes), tensors[name][1]) for name in INPUTS))
     shapes = ", ".join(f"{name} {tensors[name][0]}" for name in INPUTS)
     if not (len(q) == len(k) == len(v) == 4 and q[0] == k[0] and q[3] == k[3] and k[:3] == v[:3]):
