@@ -79,7 +79,7 @@ def dtype_of(dataset):
         return "bfloat16" if kind.get_size() == 2 else f"opaque elements of {kind.get_size()} bytes"
     try:
         return dataset.dtype.name
-    except (TypeError, NotImplementedError):
+    except (TypeError, ValueError, NotImplementedError):
         return f"a type of {kind.get_size()} bytes that NumPy does not have"
 
 
