@@ -9,11 +9,15 @@ from math import prod
 
 import h5py
 
-LINKS = 20  # of more, one after another, HDF5 finds nothing either
+LINKS = 16  # of more, one after another, HDF5 finds nothing either
 
 
 class AbsentError(ValueError):
     """What is not there, in words."""
+
+
+class _CycleError(AbsentError):
+    """Of links that lead back."""
 
 
 def missing_source(group, name):
@@ -41,7 +45,7 @@ def _leads(group, name, whole=True, links=0):
     if "\0" in name or not name:
         return False
     if links > LINKS:
-        raise AbsentError(f"{name!r} leads on over more than {LINKS} links")
+        raise _CycleError(f"{name!r} leads on over more than {LINKS} links")
     at, path = group["/"] if name.startswith("/") else group, ""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     for i, part in enumerate(parts):
@@ -73,6 +77,8 @@ def _behind(group, path, link, rest, whole, links):
     target = f"{path!r} is a link to {link.path!r}, "
     try:
         there = _leads(group, link.path + rest, whole, links + 1)
+    except _CycleError:
+        raise  # said once, not for every link
     except AbsentError as error:
         raise AbsentError(f"{target}and {error}") from None
     if not there:
@@ -145,7 +151,9 @@ def _check_virtual(data, name, links):
         what += "this file, which" if inside else f"the file {file_name!r}, which"
         with nullcontext(data.file) if inside else _other_file(data, file_name, "HDF5_VDS_PREFIX", what) as other:
             try:
-                source = opened(other, source_name) if links < LINKS else None
+                source = other[source_name] if _leads(other, source_name, links=links + 1) else None
+            except _CycleError:
+                raise
             except AbsentError as error:
                 raise AbsentError(f"{what} is not all there: {error}") from None
             if not isinstance(source, h5py.Dataset):
