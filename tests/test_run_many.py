@@ -128,7 +128,7 @@ def test_each_group_has_its_own_attributes_masks_and_biases(tmp_path):
 @pytest.mark.parametrize(
     "options, says",
     [
-        (["--problems", "layer/*"], "--problems is 'layer/*'; it matches none of the groups of IN that have a "),
+        (["--problems", "layer/*"], "--problems is 'layer/*'; it matches no group with a dataset 'q' of IN, "),
         (["--names", "q=queries"], "it has no dataset 'queries', it must have q, k and v"),
         (["--trace", "t.json"], "--trace is given, and IN has 4 problems; choose one by --problems"),
         (["--trace", "t.json", "--problems", "encoder", "--resume"], "--trace is given with --resume; "),

@@ -13,7 +13,6 @@ examples:
 """
 
 import math
-import os
 import socket
 from functools import partial
 
@@ -32,7 +31,7 @@ from ..decode.cache import KVCache
 from ..decode.cache_file import load, read_cache_shapes
 from ..decode.tree import tree_decode
 from ..errors import FileError
-from ..files.hdf5 import dataset_of, dtype_of, file_errors, natural
+from ..files.hdf5 import check_is_file, dataset_of, dtype_of, file_errors, natural
 from ..files.input import Input
 from ..files.output import Contents, Output
 from ..files.shapes import order_of
@@ -88,8 +87,7 @@ def _query_shape(path, axes, of_cache):
 
     of_cache: the order of CACHE, which they have too where nobody says another.
     """
-    if not os.path.isfile(path):
-        raise FileError(f"QUERIES is {str(path)!r}; there is no such file")
+    check_is_file("QUERIES", path)
     with file_errors("QUERIES", path, "read"), h5py.File(path, "r") as file:
         q, axes = dataset_of(file, "q"), order_of(file, "QUERIES", axes) or of_cache
         if q is None or q.ndim != 4:

@@ -35,13 +35,20 @@ def _read(file, option, spec):
             return _checked(dataset)
         with open(spec, "rb") as stream:
             data = stream.read()  # once, because it may be a pipe
-        return _checked(np.load(io.BytesIO(data))) if data.startswith(b"\x93NUMPY") else _of_text(data.decode())
+        return _checked(_of_npy(data)) if data.startswith(b"\x93NUMPY") else _of_text(data.decode())
     except FileNotFoundError:
         may_be = "a file" if file is None else "a dataset of IN or a file"
         raise FileError(f"{option} is {spec!r}; it must be {may_be}, and there is none of that name") from None
     except (OSError, RuntimeError, ValueError, TypeError) as error:
         why = getattr(error, "strerror", None) or error
         raise FileError(f"{option} is {spec!r}; it cannot be read: {why}") from None
+
+
+def _of_npy(data):
+    try:
+        return np.load(io.BytesIO(data))
+    except Exception as error:  # Python's parser reads the header, and raises whatever it does
+        raise ValueError(f"it is no whole .npy file of numbers: {error}") from error
 
 
 def _checked(array):

@@ -5,7 +5,6 @@ cu_seqlens, the boundaries of the sequences.  Where keys hold the values it has 
 `mpiattn run` reads such a file as packed documents.  In a file without cu_seqlens every batch entry is a sequence.
 """
 
-import os
 from functools import partial
 from itertools import pairwise
 
@@ -16,7 +15,8 @@ from ..arguments.arrays import on_host
 from ..arguments.keywords import names_of_arguments, unknown
 from ..comm.agreement import agreement
 from ..errors import ArgumentError, FileError
-from ..files.hdf5 import AXES, dataset_of, dtype_of, file_errors, natural
+from ..files.attributes import dim_of
+from ..files.hdf5 import AXES, check_is_file, dataset_of, dtype_of, file_errors, natural
 from ..files.hdf5 import write as write_at
 from ..files.input import Input, Wanted
 from ..files.output import Contents, Output, Written
@@ -45,10 +45,10 @@ def read_cache_shapes(path, axes=None, argument="path", padding=False):
     def no(why):
         return FileError(f"{argument} is {str(path)!r}; {why}")
 
-    if not os.path.isfile(path):
-        raise no("there is no such file")
+    check_is_file(argument, path)
     with file_errors(argument, path, "read"), h5py.File(path, "r") as file:
-        shared, order = "v" not in file and "value_dim" in file.attrs, order_of(file, argument, axes)
+        shared = "value_dim" in file.attrs and dataset_of(file, "v") is None
+        order = order_of(file, argument, axes)
         datasets = [dataset_of(file, name) for name in ("k", "k" if shared else "v")]
         for name, dataset in zip("kv", datasets):
             if dataset is None:
@@ -96,7 +96,7 @@ def read_cache_shapes(path, axes=None, argument="path", padding=False):
         fixed = {
             "kv_heads": k[2],
             "head_dim": k[3],
-            "value_dim": int(file.attrs["value_dim"]) if shared else v[3],
+            "value_dim": dim_of(file, "value_dim", argument, path, k[3]) if shared else v[3],
             "shared_kv": shared,
             "dtype": names[0],
             "spans": spans,

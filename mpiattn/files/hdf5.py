@@ -16,10 +16,12 @@ from ..errors import FileError
 from ..problem.problem import ITEMSIZE, dtype_name
 from ..system.os_errors import reason
 from . import grids
+from .presence import AbsentError, opened
 
 LISTED = 40  # an error lists at most this many datasets
 CONVERT = "`mpiattn convert` makes one of .npy, .npz, safetensors and PyTorch files: mpiattn convert FILES OUT"
 AXES = ("bshd", "bhsd")  # (batch, seqlen, heads, dim), and PyTorch's (batch, heads, seqlen, dim)
+ERRORS = (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError)  # that h5py raises for odd files
 BFLOAT16_FIELDS = (15, 7, 8, 0, 7)  # bit of the sign; first bit and number of bits of exponent and mantissa
 
 
@@ -28,6 +30,8 @@ def _reason(error):
     match = re.search(r"errno = (\d+), error message = '([^']*)'", str(error))
     if match:
         error = OSError(int(match[1]), match[2])
+    if isinstance(error, KeyError):  # whose text has quotation marks
+        return str(error.args[0])
     return reason(error) if isinstance(error, OSError) else str(error)
 
 
@@ -38,11 +42,19 @@ def file_errors(name, path, doing):
         yield
     except FileError:
         raise
-    except (OSError, RuntimeError, ValueError) as error:
+    except ERRORS as error:
         why = f"it cannot be {doing}: {_reason(error)}"
         if doing == "read" and "file signature not found" in str(error):
             why = f"it is no HDF5 file; {CONVERT}"
         raise FileError(f"{name} is {str(path)!r}; {why}") from error
+
+
+def check_is_file(argument, path):
+    """Raise FileError, naming the argument, unless a path is a file: opening a pipe may wait for ever."""
+    if not os.path.isfile(path):
+        what = "it is a folder" if os.path.isdir(path) else "it is a pipe or a device"
+        why = f"{what}, it must be a file" if os.path.exists(path) else "there is no such file"
+        raise FileError(f"{argument} is {str(path)!r}; {why}")
 
 
 def stored_type(dtype):
@@ -62,7 +74,10 @@ def dtype_of(dataset):
         return "bfloat16"
     if isinstance(kind, h5py.h5t.TypeOpaqueID):
         return "bfloat16" if kind.get_size() == 2 else f"opaque elements of {kind.get_size()} bytes"
-    return dataset.dtype.name
+    try:
+        return dataset.dtype.name
+    except (TypeError, ValueError, NotImplementedError):
+        return f"a type of {kind.get_size()} bytes that NumPy does not have"
 
 
 def place_of(dataset, file):
@@ -126,81 +141,41 @@ def write(dataset, starts, array, how=None, axis=0):
     dataset.id.write(*_transfer(dataset, starts, np.ascontiguousarray(array), axis), dxpl=how)
 
 
-def contents(file):
-    """The (shape, dtype name) of every dataset of an open file, by its path in the file; links are followed."""
-    datasets, entered = {}, set()
+def members(group):
+    """(path, object) of every group and dataset in an open file or group; links are followed, but not back."""
+    entered = set()
 
     def see(group, path):
         info = h5py.h5o.get_info(group.id)
-        if (info.fileno, info.addr) in entered:  # links may lead back
+        if (info.fileno, info.addr) in entered:
             return
         entered.add((info.fileno, info.addr))
         for name in group:
-            item = group.get(name)  # None behind a link that leads nowhere
-            if isinstance(item, h5py.Dataset):
-                datasets[path + name] = item.shape, dtype_of(item)
-            elif isinstance(item, h5py.Group):
-                see(item, f"{path}{name}/")
+            try:
+                item = opened(group, name, whole=False)
+            except AbsentError:
+                continue
+            if isinstance(item, h5py.Group | h5py.Dataset):
+                yield path + name, item
+            if isinstance(item, h5py.Group):
+                yield from see(item, f"{path}{name}/")
 
-    see(file, "")
-    return datasets
-
-
-def missing_source(group, name):
-    """What HDF5 does not find of a dataset of an open file or group, in words; "" if there is all, or no such name.
-
-    It may be behind a link, or a part of a virtual dataset, which HDF5 would read as its fill value.
-    """
-    parts = name.strip("/").split("/")
-    for count in range(1, len(parts) + 1):
-        shown = "/".join(parts[:count])
-        path = "/" * name.startswith("/") + shown
-        link = group.get(path, getlink=True) if group.get(path) is None else None
-        if isinstance(link, h5py.ExternalLink):
-            at = _existing(group.file.filename, link.filename, "HDF5_EXT_PREFIX")
-            target = f"{link.path!r} of the file {link.filename!r}"
-            return f"{shown!r} is a link to {target}, which {'has none' if at else 'is not there'}"
-        if isinstance(link, h5py.SoftLink):
-            behind = missing_source(group, link.path)
-            return f"{shown!r} is a link to {link.path!r}, " + (f"and {behind}" if behind else "which is not there")
-        if link is not None or group.get(path) is None:
-            return ""
-    data = group[name]
-    if isinstance(data, h5py.Dataset) and data.is_virtual:
-        for source in data.virtual_sources():
-            if "%b" in source.file_name or source.file_name == ".":
-                continue  # a pattern of any number of files; this file
-            at = _existing(data.file.filename, source.file_name, "HDF5_VDS_PREFIX")
-            part = f"{name!r} is virtual: a part of it is {source.dset_name!r} of the file {source.file_name!r}, which"
-            if at is None:
-                return f"{part} is not there"
-            with h5py.File(at, "r") as other:
-                if source.dset_name not in other:
-                    return f"{part} has none"
-    return ""
+    return see(group, "")
 
 
-def _existing(path, name, variable):
-    """Where HDF5 finds the file that another one, at `path`, names; None if it is nowhere."""
-    folders = [*os.environ.get(variable, "").split(":"), os.path.dirname(os.path.abspath(path)), os.curdir]
-    return next(filter(os.path.isfile, (os.path.join(folder, name) for folder in folders if folder)), None)
+def contents(group):
+    """The (shape, dtype name) of every dataset in an open file or group, by its path."""
+    return {path: (item.shape, dtype_of(item)) for path, item in members(group) if isinstance(item, h5py.Dataset)}
 
 
 def dataset_of(group, name):
     """The dataset of an open file or group, or None if there is none of that name.
 
-    Raises ValueError if it is behind a link that leads nowhere, a part of it is in a file that is not there, or nothing
-    was ever written to it: HDF5 would give its fill value for every element.
+    Raises ValueError if it is something else, or a part of it is not there: HDF5 would read its fill value.
     """
-    missing = missing_source(group, name)
-    if missing:
-        raise ValueError(missing)
-    data = group.get(name)
-    if not isinstance(data, h5py.Dataset):
-        return None
-    own = data.size and not data.is_virtual and not data.id.get_create_plist().get_external_count()
-    if own and data.id.get_space_status() == h5py.h5d.SPACE_STATUS_NOT_ALLOCATED:
-        raise ValueError(f"nothing was ever written to its dataset {name!r}")
+    data = opened(group, name)
+    if data is not None and not isinstance(data, h5py.Dataset):
+        raise ValueError(f"its {name!r} is a {'group' if isinstance(data, h5py.Group) else 'type'}, not a dataset")
     return data
 
 

@@ -6,7 +6,8 @@ from fnmatch import fnmatchcase
 import h5py
 
 from ..errors import FileError
-from .hdf5 import contents, listing
+from .hdf5 import contents, listing, members
+from .presence import AbsentError, opened
 from .shapes import input_file, place_name, shapes_of
 
 
@@ -27,9 +28,10 @@ def read_problems(path, axes=None, chosen=None, names=None, **how):
             groups = [group for group in _groups(file, role) if chosen is None or fnmatchcase(group, chosen)]
         if chosen is not None and not groups:
             there = _groups(file, role)
+            has = ", ".join(there) if there else f"none such, but{listing(contents(file)) or ' nothing'}"
             raise FileError(
-                f"--problems is {chosen!r}; it matches none of the groups of IN that have a dataset {role!r}; "
-                + (f"these are {', '.join(there)}" if there else f"IN has{listing(contents(file)) or ' none'}")
+                f"--problems is {chosen!r}; it matches no group with a dataset {role!r} of IN, {str(path)!r}, "
+                f"which has {has}"
             )
         problems = {
             group: shapes_of(file[group or "/"], place_name(path, group), axes, names=names, **how)
@@ -40,28 +42,15 @@ def read_problems(path, axes=None, chosen=None, names=None, **how):
 
 def _has(group, name):
     """Whether there is such a dataset, or a link that leads nowhere, which is an error for `dataset_of` to tell."""
-    return isinstance(group.get(name), h5py.Dataset) or (
-        group.get(name) is None and group.get(name, getlink=True) is not None
-    )
+    try:
+        return isinstance(opened(group, name, whole=False), h5py.Dataset)
+    except AbsentError:
+        return True
 
 
 def _groups(file, role):
-    """Paths of the groups that have a dataset `role`, in order; links to groups above are not followed."""
-    groups, entered = [], set()
-
-    def see(group, path):
-        info = h5py.h5o.get_info(group.id)
-        if (info.fileno, info.addr) in entered:
-            return
-        entered.add((info.fileno, info.addr))
-        if path and _has(group, role):
-            groups.append(path)
-        for name in group:
-            item = group.get(name)  # None behind a link that leads nowhere
-            if isinstance(item, h5py.Group):
-                see(item, f"{path}/{name}" if path else name)
-
-    see(file, "")
+    """Paths of the groups that have a dataset `role`, in order."""
+    groups = (path for path, item in members(file) if isinstance(item, h5py.Group) and _has(item, role))
     return sorted(groups, key=_by_number)
 
 

@@ -1,14 +1,14 @@
 """What an input file determines: the shapes of its tensors, their order of dimensions, and whether they fit."""
 
 import contextlib
-import os
 
 import h5py
 
 from ..errors import FileError
 from ..problem.problem import ITEMSIZE
 from . import grids
-from .hdf5 import AXES, contents, dataset_of, dtype_of, file_errors, listing, natural, token_axis
+from .attributes import dim_of, has, text_of
+from .hdf5 import AXES, check_is_file, contents, dataset_of, dtype_of, file_errors, listing, natural, token_axis
 
 INPUTS = ("q", "k", "v")
 MOST_HEADS = 256  # more are rather tokens
@@ -20,8 +20,8 @@ def order_of(group, argument, axes=None, path=None):
     Files of mpiattn have that attribute; that of a group counts before its file's.  path: of the file or group in
     errors, by default the file's.  Raises FileError if the attribute says something else than what is asked for.
     """
-    said = attribute(group, "axes")
-    if not (isinstance(said, str) and said in AXES):
+    said = text_of(group, "axes")
+    if said not in AXES:
         return axes
     if axes not in (None, said):
         path = group.file.filename if path is None else str(path)
@@ -55,11 +55,6 @@ def place_name(path, group):
     return f"{path}:/{group}" if group else path
 
 
-def attribute(group, name):
-    """The value of an attribute of a group, or else of its file; None without."""
-    return group.attrs.get(name, group.file.attrs.get(name))
-
-
 def read_shapes(path, axes=None, **how):
     """What `shapes_of` finds in the input file `path`; FileError where the file does not fit."""
     with input_file(path) as file:
@@ -69,8 +64,7 @@ def read_shapes(path, axes=None, **how):
 @contextlib.contextmanager
 def input_file(path):
     """The open input file `path`; FileError where there is none, and where the body cannot read it."""
-    if not os.path.isfile(path):
-        raise FileError(f"IN is {str(path)!r}; there is no such file")
+    check_is_file("IN", path)
     with file_errors("IN", path, "read"), h5py.File(path, "r") as file:
         yield file
 
@@ -86,11 +80,9 @@ def shapes_of(group, path, axes=None, backward=False, names=None, grid=None):
     """
     names = names or {}
     with file_errors("IN", path, "read"):
-        tensors, order = {}, order_of(group, "IN", axes, path)
-        value_dim = None if names.get("v", "v") in group else attribute(group, "value_dim")
-        if value_dim is not None:
-            value_dim = int(value_dim)
-        for name in (*(INPUTS if value_dim is None else ("q", "k")), *["dout"] * backward):
+        tensors, value_dim, order = {}, None, order_of(group, "IN", axes, path)
+        shared = has(group, "value_dim") and dataset_of(group, names.get("v", "v")) is None
+        for name in (*(("q", "k") if shared else INPUTS), *["dout"] * backward):
             dataset = names.get(name, name)
             data = dataset_of(group, dataset)
             if data is None:
@@ -101,6 +93,9 @@ def shapes_of(group, path, axes=None, backward=False, names=None, grid=None):
                 )
             shape = grids.flat(data.shape, token_axis(data.shape, order or AXES[0]), grid)
             tensors[name] = shape, dtype_of(data)
+        if shared:
+            shape, _ = tensors["k"]
+            value_dim = dim_of(group, "value_dim", "IN", path, shape[-1]) if shape else 0
     problem = problem_of("IN", path, tensors, order or AXES[0], value_dim)
     if order is None:
         check_order("IN", path, tensors["q"][0], tensors["k"][0])
@@ -115,8 +110,8 @@ def problem_of(argument, path, tensors, axes="bshd", value_dim=None):
     """
     shared = value_dim is not None
     if shared:
-        (*sizes, _), dtype = tensors["k"]
-        tensors = {**tensors, "v": ((*sizes, value_dim), dtype)}
+        sizes, dtype = tensors["k"]
+        tensors = {**tensors, "v": ((*sizes[:-1], value_dim), dtype)}
     (q, k, v), names = zip(*((natural(tensors[name][0], axes), tensors[name][1]) for name in INPUTS))
     shapes = ", ".join(f"{name} {tensors[name][0]}" for name in INPUTS)
     if not (len(q) == len(k) == len(v) == 4 and q[0] == k[0] and q[3] == k[3] and k[:3] == v[:3]):

@@ -18,6 +18,7 @@ import numpy as np
 from ..errors import FileError
 from ..problem.problem import dtype_name
 from . import hdf5
+from .presence import missing_source
 
 KINDS = ".npy, .npz, safetensors, PyTorch (.pt) and HDF5"
 RAW_BFLOAT16 = np.dtype("V2")  # the dtype of bfloat16 in NumPy's files
@@ -50,8 +51,7 @@ def open_tensors(path, argument="IN"):
 
     Raises FileError, which names the argument.
     """
-    if not os.path.isfile(path):
-        raise FileError(f"{argument} is {str(path)!r}; there is no such file")
+    hdf5.check_is_file(argument, path)
     with contextlib.ExitStack() as stack:
         with _errors(argument, path):
             tensors = _open(path, argument, stack)
@@ -139,7 +139,7 @@ def not_there(path, name):
     if not h5py.is_hdf5(path):
         return ""
     with h5py.File(path, "r") as file:
-        return hdf5.missing_source(file, name)
+        return missing_source(file, name)
 
 
 def _of_dataset(file, name, shape, dtype, argument):

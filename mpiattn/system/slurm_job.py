@@ -4,7 +4,7 @@ import os
 import subprocess
 from typing import NamedTuple
 
-SECONDS = 10.0  # for an answer
+SECONDS = 5.0  # for an answer
 ENDED = set("BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED TIMEOUT".split())
 
 
