@@ -125,6 +125,7 @@ def test_each_group_has_its_own_attributes_masks_and_biases(tmp_path):
     assert datasets(tmp_path / "one.h5")["a/out"] == results["cuts"]["a/out"]
 
 
+@pytest.mark.draw(3)
 @pytest.mark.parametrize(
     "options, says",
     [
@@ -217,6 +218,7 @@ def test_only_the_same_run_goes_on(half):
     assert_right(source, out, group="b")
 
 
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("harm", ["torn", "no journal", "no results", "odd journal", "short results", "other results"])
 def test_what_was_left_is_harmed(half, harm):
     """By a crash: begun anew, or from the last whole line; by others: an error that says what to remove."""
