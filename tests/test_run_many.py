@@ -1,18 +1,16 @@
-"""`mpiattn run` of files that hold many problems, one a group, and its going on where an earlier run ended."""
+"""`mpiattn run` of files that hold many problems, one a group."""
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 
 import h5py
 import numpy as np
 import pytest
 import warm
 from files import assert_right, datasets, write_input, write_problems
-from launch import environment, mpiexec, mpirun, require_launch, time_factor
+from launch import mpirun, require_launch
 
 from mpiattn import errors
 from mpiattn.files.problems import read_problems
@@ -24,36 +22,6 @@ LAYERS = {
     "encoder": {"seqlen": 30, "heads": 2, "dtype": "float64", "batch": 2},
 }
 ORDER = ["encoder", "layers/1", "layers/2", "layers/10"]
-
-# The command line, in which the first rank meets a signal after so many problems: for one of them, or in the middle of
-# the next one's forward pass.
-STOPPED = """
-import os, sys
-number, after, where, *arguments = sys.argv[1:]
-from mpiattn.cli import main, run_problem
-from mpiattn.console import witness
-from mpiattn.system.launch_variables import launch_rank
-witness.watch(launch_rank())
-import mpiattn.engine.executor as e
-solve, calls = run_problem.solve, []
-def counted(*arguments, **how):
-    calls.append(1)
-    return solve(*arguments, **how)
-run_problem.solve, whole = counted, e.Executor.run
-def struck(self, *arguments, **how):
-    if len(calls) == int(after) + 1 and launch_rank() == int(where):
-        e.Executor.run = whole
-        os.kill(os.getpid(), int(number))
-    return whole(self, *arguments, **how)
-e.Executor.run = struck
-sys.exit(main(arguments))
-"""
-
-
-def stopped(n, number, after, where, *arguments):
-    """A launch of `mpiattn run` in which rank `where` gets a signal in the problem after the first `after`."""
-    command = [sys.executable, "-c", STOPPED, int(number), after, where, "run", *arguments]
-    return mpirun(n, command, timeout=90, check=False)
 
 
 def run(n, *arguments, **how):
@@ -163,89 +131,6 @@ def test_a_group_that_does_not_fit_is_named(tmp_path):
         read_problems(source)
 
 
-def test_a_run_that_is_stopped_goes_on(tmp_path):
-    """With the same bits: by SIGUSR1 after the problem at hand, by SIGTERM and SIGKILL without it."""
-    source, out, left = write_problems(tmp_path / "in.h5", LAYERS), tmp_path / "out.h5", tmp_path / "out.h5.unfinished"
-    arguments = [source, out, "--causal", "--resume"]
-    run(3, source, tmp_path / "whole.h5", "--causal")
-    outcome = stopped(3, signal.SIGUSR1, 0, 1, *arguments)
-    assert outcome.returncode == 138
-    assert outcome.stderr.count("mpiattn run: ended by SIGUSR1, OUT was not written; 1 of 4 problems are in ") == 1
-    assert not out.exists() and sorted(path.name for path in left.iterdir()) == ["finished.jsonl", "out.h5"]
-    outcome = stopped(3, signal.SIGTERM, 1, 0, *arguments)  # in the second of this launch, the third of all
-    assert outcome.stderr.count("ended by SIGTERM, OUT was not written; 2 of 4 problems are in ") == 1
-    outcome = stopped(3, signal.SIGKILL, 1, 2, *arguments)
-    assert (
-        outcome.returncode and not out.exists() and len(left.joinpath("finished.jsonl").read_text().splitlines()) == 4
-    )
-    outcome = run(3, *arguments, "--json", tmp_path / "report.json")
-    assert "4 problems in 'encoder' to 'layers/10', of 3 shapes, 3 of them finished before" in outcome.stdout
-    assert list(json.loads((tmp_path / "report.json").read_text())["problems"]) == ORDER
-    assert datasets(out) == datasets(tmp_path / "whole.h5") and not left.exists()
-    said = run(3, *arguments, "--json", tmp_path / "report.json").stdout
-    assert "is whole, made by the same command; nothing is left to do" in said
-    assert json.loads((tmp_path / "report.json").read_text())["whole"]
-
-
-@pytest.fixture
-def half(tmp_path):
-    """A folder with in.h5 and results of one of its problems."""
-    source = write_problems(tmp_path / "in.h5", {"a": {"seqlen": 30}, "b": {"seqlen": 30}})
-    assert stopped(1, signal.SIGUSR1, 0, 0, source, tmp_path / "out.h5", "--resume").returncode == 138
-    return tmp_path
-
-
-def test_only_the_same_run_goes_on(half):
-    source, out = half / "in.h5", half / "out.h5"
-
-    def said(*options, n=1):
-        outcome = run(n, source, out, "--resume", *options, check=False)
-        assert outcome.returncode == 1 and outcome.stderr.count("mpiattn: ") == 1
-        return outcome.stderr
-
-    assert "holds results of a run with another causal: False then, True now" in said("--causal")
-    assert "holds results of a run with another ranks: 1 then, 2 now; run it as then, or remove that folder" in said(
-        n=2
-    )
-    assert "another dropout: none then, 0.5 now" in said("--dropout", "0.5", "--seed", "3")
-    about = source.stat()
-    os.utime(source, ns=(about.st_atime_ns, about.st_mtime_ns + 10**9))
-    assert "another IN: " in said()
-    os.utime(source, ns=(about.st_atime_ns, about.st_mtime_ns))
-    run(1, source, out)  # without --resume it is not looked at
-    assert (half / "out.h5.unfinished").exists()
-    run(1, source, out, "--resume")
-    assert_right(source, out, group="b")
-
-
-@pytest.mark.draw(2)
-@pytest.mark.parametrize("harm", ["torn", "no journal", "no results", "odd journal", "short results", "other results"])
-def test_what_was_left_is_harmed(half, harm):
-    """By a crash: begun anew, or from the last whole line; by others: an error that says what to remove."""
-    source, out, left = half / "in.h5", half / "out.h5", half / "out.h5.unfinished"
-    journal, results = left / "finished.jsonl", left / "out.h5"
-    if harm == "torn":
-        journal.write_text(journal.read_text() + '{"problem": "b", "repo')
-    elif harm == "no journal":
-        journal.unlink()
-    elif harm == "no results":
-        results.unlink()
-    elif harm == "odd journal":
-        journal.write_text("odd\n")
-    elif harm == "short results":
-        os.truncate(results, 200)
-    else:
-        write_input(results)
-    outcome = run(2 if harm == "no journal" else 1, source, out, "--resume", check=False)
-    if harm in ("torn", "no journal", "no results"):
-        assert outcome.returncode == 0 and ("1 of them finished before" in outcome.stdout) == (harm == "torn")
-        assert_right(source, out, group="a")
-        assert_right(source, out, group="b")
-    else:
-        assert outcome.returncode == 1 and outcome.stderr.count("mpiattn: OUT is ") == 1
-        assert "out.h5.unfinished" in outcome.stderr and not out.exists()
-
-
 def test_a_bar_over_all_of_them(tmp_path):
     """A line of the log says how many of all problems are done, and at which the run is."""
     require_launch()
@@ -260,40 +145,28 @@ def test_a_bar_over_all_of_them(tmp_path):
     )
 
 
-def test_the_launcher_hands_the_signal_on(tmp_path):
-    """SIGUSR1 to mpiexec, as from a batch script, ends the run after a problem."""
-    require_launch()
-    shape = {"seqlen": 700, "heads": 8}
-    source, out = write_problems(tmp_path / "in.h5", {str(i): shape for i in range(40)}), tmp_path / "out.h5"
-    command = [mpiexec(), "-n", "2", sys.executable, "-m", "mpiattn", "run", str(source), str(out), "--resume"]
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    journal, end = tmp_path / "out.h5.unfinished/finished.jsonl", time.monotonic() + 60 * time_factor()
-    while not (journal.exists() and len(journal.read_text().splitlines()) > 1) and time.monotonic() < end:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGUSR1)
-    _, said = process.communicate(timeout=60 * time_factor())
-    assert process.returncode == 138 and "ended by SIGUSR1" in said
-    assert 1 < len(journal.read_text().splitlines()) <= 41
+def test_problems_without_work_and_a_pipe_of_documents(tmp_path):
+    """Groups of no tokens; a pipe, which can be read once, holds the documents of all groups."""
+    shapes = {"a": {"q": np.zeros((1, 0, 4, 16), np.float32), "seqlen_k": 9}, "b": {}}
+    shapes["b"] = shapes["a"]
+    run(2, write_problems(tmp_path / "none.h5", shapes), tmp_path / "out.h5")
+    with h5py.File(tmp_path / "out.h5") as file:
+        assert file["b/out"].shape == (1, 0, 4, 16)
+    source = write_problems(tmp_path / "in.h5", {"a": {"seqlen": 30}, "b": {"seqlen": 30}})
+    os.mkfifo(tmp_path / "pipe")
+    subprocess.Popen(["bash", "-c", 'echo 0 11 30 > "$0"', tmp_path / "pipe"])
+    run(2, source, tmp_path / "out.h5", "--documents", tmp_path / "pipe", "--verify")
 
 
-@pytest.mark.parametrize("after", ["add", "commit"])
-def test_the_only_problem_is_finished_and_out_is_not(tmp_path, after):
-    """Killed between the two: the report then is that of many problems, and OUT the same."""
-    source, out, made = write_input(tmp_path / "in.h5"), tmp_path / "out.h5", tmp_path / "run.json"
-    owner = "files.unfinished.Unfinished" if after == "add" else "files.output.Output"
-    code = (
-        "import os, sys, importlib\n"
-        f"module, name = '{owner}'.rsplit('.', 1)\n"
-        "owner = getattr(importlib.import_module('mpiattn.' + module), name)\n"
-        f"whole = owner.{after}\n"
-        "def struck(self, *arguments):\n"
-        f"    {'whole(self, *arguments)' if after == 'add' else 'pass'}\n"
-        "    os._exit(9)\n"
-        f"owner.{after} = struck\n"
-        "from mpiattn.cli import main; main(sys.argv[1:])"
-    )
-    outcome = subprocess.run([sys.executable, "-c", code, "run", source, out, "--resume"], env=environment())
-    assert outcome.returncode == 9 and not out.exists()
-    assert "(no group)" in run(1, source, out, "--resume", "--json", made).stdout
-    assert list(json.loads(made.read_text())["problems"]) == [""]
-    assert_right(source, out)
+def test_groups_that_have_several_names(tmp_path):
+    """A group comes once, under its own name; one whose place in OUT is a dataset's is refused."""
+    source = write_problems(tmp_path / "in.h5", {"b": {"seqlen": 9}, "b/in": {"seqlen": 9}, "2": {"seqlen": 9}})
+    with h5py.File(source, "r+") as file:
+        file["a"], file["b/back"] = h5py.SoftLink("/b"), h5py.SoftLink("/")
+    assert list(read_problems(source)[0]) == ["2", "b", "b/in"]
+    outcome = run(1, source, tmp_path / "out.h5", "--documents", __file__, "--problems", "2", check=False)
+    assert "(in group '2' of IN)" in outcome.stderr
+    write_problems(source, {"x": {"seqlen": 9}, "x/out": {"seqlen": 9}})
+    outcome = run(2, source, tmp_path / "out.h5", check=False)
+    assert "IN has a problem in group 'x/out', and 'x/out' is a dataset of results in OUT" in outcome.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["in.h5"]

@@ -10,34 +10,39 @@ from ..errors import FileError
 from ..files.hdf5 import dataset_of
 
 
-def read_documents(peers, file, specs):
+def read_documents(peers, group, specs, files=None):
     """Read documents on rank 0 and return them as arguments of `MeshAttention.forward`; collective.
 
-    file: the open input file.  specs: argument of `MeshAttention.forward` -> (option, SPEC or None).  The plan checks
-    the values.
+    group: the open input file, or a group of it.  specs: argument of `MeshAttention.forward` -> (option, SPEC or None).
+    The plan checks the values.  files: a dict that keeps the contents of other files, which may be pipes, for more
+    groups.
     """
-    arguments = {}
+    arguments, files = {}, {} if files is None else files
     with agreement(peers, only=0):
         if peers.rank == 0:
-            arguments = {name: _read(file, option, spec) for name, (option, spec) in specs.items() if spec is not None}
+            arguments = {
+                name: _read(group, option, spec, files) for name, (option, spec) in specs.items() if spec is not None
+            }
     return peers.allgather(arguments)[0]
 
 
 def read_file(option, path):
     """Documents from a .npy or text file; raises FileError.  option: what is named where that fails."""
-    return _read(None, option, path)
+    return _read(None, option, path, {})
 
 
-def _read(file, option, spec):
+def _read(group, option, spec, files):
     try:
-        dataset = None if file is None else dataset_of(file, spec)
+        dataset = None if group is None else dataset_of(group, spec)
         if dataset is not None:
             return _checked(dataset)
-        with open(spec, "rb") as stream:
-            data = stream.read()  # once, because it may be a pipe
+        if spec not in files:
+            with open(spec, "rb") as stream:
+                files[spec] = stream.read()  # once, because it may be a pipe
+        data = files[spec]
         return _checked(_of_npy(data)) if data.startswith(b"\x93NUMPY") else _of_text(data.decode())
     except FileNotFoundError:
-        may_be = "a file" if file is None else "a dataset of IN or a file"
+        may_be = "a file" if group is None else "a dataset of IN or a file"
         raise FileError(f"{option} is {spec!r}; it must be {may_be}, and there is none of that name") from None
     except (OSError, RuntimeError, ValueError, TypeError) as error:
         why = getattr(error, "strerror", None) or error

@@ -113,37 +113,43 @@ def _run(job, args):
     peers.timeout = max(peers.timeout, *(task.plan.timeout for task in tasks))  # phases may take as long as a pass
     origin, kept = opening.origin(peers, args.words), None
     if args.resume:
-        kept = Unfinished(peers, args.output, args.input, made_by(tasks), len(tasks))
+        kept = Unfinished(peers, args.output, source, made_by(tasks, args), len(tasks))
     if kept and kept.whole:
         source.close()
         text = f"mpiattn run: {args.output} is whole, made by the same command; nothing is left to do"
         report(job, args.json, lambda: ({"input": args.input, "output": args.output, "whole": True}, text))
         return 0
-    _open(peers, args, tasks, origin, kept)
-    output = _output(peers, args, tasks, origin, kept)
+    output = None
     try:
         with EndRequest(kept is not None) as request:
+            _open(peers, args, tasks, origin, kept)
+            output = _output(peers, args, tasks, origin, kept)
             plans = list(dict.fromkeys(task.plan for task in tasks))  # one after the other has its buffers
-            left = [task for task in tasks if not (kept and task.group in kept.reports)]
+            left = [task for task in tasks if not (kept and task.group in kept.finished)]
             left.sort(key=lambda task: plans.index(task.plan))
             many = len(tasks) > len(left) or len(tasks) > 1
             del tasks  # which would keep the biases of problems that are done
             reports, facts, trace = _solve_each(job, args, left, many, output, kept, request, before)
-        if left:
-            if not peers.rank:
-                print(f"mpiattn run: ended by SIGUSR1, OUT was not written; {partial_files.kept()}", file=sys.stderr)
-            return request.code
-        source.close()
-        job("commit", output.commit)
-    finally:
-        output.abandon()  # does nothing once the file has its name
-    if args.trace:
-        job.on_rank_0(lambda: write_trace("--trace", args.trace, trace))
-    if many:
-        reports = {group: reports[group] for group in source.shapes}
-        report(job, args.json, lambda: (as_json_of_all(args, origin, reports), as_text_of_all(args, reports)))
-    else:
-        report(job, args.json, lambda: (origin | as_json(*facts), as_text(*facts)))
+            if left:
+                if not peers.rank:
+                    stays = partial_files.kept()
+                    text = f"mpiattn run: ended by SIGUSR1, OUT was not written{stays and f'; {stays}'}"
+                    print(text, file=sys.stderr, flush=True)
+                return request.code
+            source.close()
+            job("commit", output.commit)
+            if args.trace:
+                job.on_rank_0(lambda: write_trace("--trace", args.trace, trace))
+            if many:
+                reports = {group: reports.get(group) for group in source.shapes}
+                report(job, args.json, lambda: (as_json_of_all(args, origin, reports), as_text_of_all(args, reports)))
+            else:
+                report(job, args.json, lambda: (origin | as_json(*facts), as_text(*facts)))
+    finally:  # all does nothing once the file has its name
+        if output is not None:
+            output.abandon()
+        if kept is not None:
+            kept.discard()
     return 0
 
 
@@ -157,7 +163,8 @@ def _check_trace(args, problems):
 def _solve_each(job, args, left, many, output, kept, request, before):
     """Compute, verify and write the tasks `left`, and take each off that list, until a signal asks for the end.
 
-    Returns the reports of all problems, finished before or now, by path; what the last report was made of; its trace.
+    Returns, on rank 0, the reports of all problems, finished before or now, by path; what the last report was made of;
+    its trace.
     """
     reports, facts, trace = dict(kept.reports) if kept else {}, None, None
     with _progress(many, left) as phases:
@@ -168,12 +175,14 @@ def _solve_each(job, args, left, many, output, kept, request, before):
             solved = run_problem.solve(job, args, task, phases(task), last)
             run_problem.write(job, output, task, solved, phases(task))
             local = solved.local | {"peak_bytes": run_problem.peak_bytes(), "peak_bytes_before": before}
-            facts = args, task.plan, task.chosen, job.seconds, job.peers.allgather(local), solved.reports, solved.odd
-            reports[task.group] = as_json(*facts)
+            ranks = job.peers.gather(local)
+            if ranks is not None:
+                facts = args, task.plan, task.chosen, job.seconds, ranks, solved.reports, solved.odd
+                reports[task.group] = as_json(*facts)
             trace, solved = solved.trace, None  # frees the results
             if kept:
                 output.flush()
-                kept.add(task.group, reports[task.group])
+                kept.add(task.group, reports.get(task.group))
     return reports, facts, trace
 
 
@@ -184,6 +193,8 @@ def _output(peers, args, tasks, origin, kept):
     for task in tasks:
         of_file = {} if task.group else attributes
         contents[task.group] = run_problem.contents(task, args, of_file | task.chosen)
+    with agreement(peers):
+        run_problem.check_places(contents)
     output = Output(peers, args.output, contents, (args.input,), args.max_message, unfinished=kept)
     if kept and not kept.begun:
         kept.begin()
@@ -196,7 +207,7 @@ def _progress(many, left):
     if not many:
         yield lambda task: Progress
         return
-    flops = sum(task.flops for task in left)
+    flops = sum(task.flops for task in left) or 1
     with Whole("run", len(left), " problems") as whole:
         yield lambda task: whole.phases(task.group, task.shares(len(left) * task.flops / flops))
 
@@ -214,7 +225,7 @@ def _open(peers, args, tasks, origin, kept):
             print(f"mpiattn run: WARNING: {warning}", file=sys.stderr, flush=True)
     else:
         passes = ["forward", "backward"][: 1 + args.backward]
-        done = kept.reports if kept else {}
+        done = kept.finished if kept else ()
         seconds = sum(task.plan.predicted_seconds for task in tasks if task.group not in done)
         problem = problems_text(tasks, len(done))
         print(opening.text(plan, origin, hosts, problem, passes, seconds, warning), flush=True)

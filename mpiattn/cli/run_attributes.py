@@ -2,13 +2,18 @@
 
 import hashlib
 
+import numpy as np
+
 from ..problem.documents import padding_of
 from ..version import __version__
 
 PLAN = "tile", "schedule", "mesh-layout", "route", "wire-dtype", "backend", "transport"  # options
 
 
-NOT_OF_RESULTS = "machine", "predicted_seconds", "max_memory", "memory_cost", "transport"  # do not change a bit of them
+# Names in the attributes, and options, that do not change a bit of the results.
+NOT_OF_RESULTS = {"machine", "predicted_seconds", "max_memory", "memory_cost", "transport"}
+NOT_OF_RESULTS |= {"command", "run", "words", "input", "output", "problems", "resume", "json", "trace", "timeout"}
+NOT_OF_RESULTS |= {"max_message"}
 
 
 def results_of(p, backward):
@@ -70,20 +75,23 @@ def chosen_of(plan, args, axes, activity):
     }
 
 
-def made_by(tasks):
-    """What the results of these tasks depend on besides IN, by name; what differs between them is listed, or hashed."""
-    values = {}
-    for task in tasks:
-        for name, value in task.chosen.items():
-            if name not in NOT_OF_RESULTS:
-                values.setdefault(name, []).append(str(value))
-    of_all = {name: each[0] if len(set(each)) == 1 else _hash(each) for name, each in values.items()}
+def made_by(tasks, args):
+    """What the results of these tasks depend on besides IN, {name: text}; what differs between them is hashed."""
+    values = {name: [str(value)] for name, value in vars(args).items() if name not in NOT_OF_RESULTS}
+    for name in {name for task in tasks for name in task.chosen} - NOT_OF_RESULTS:
+        values[name] = [str(task.chosen.get(name)) for task in tasks]
+    values["mask"] = [str(args.mask)]  # a mask as text may be shortened
+    of_all = {name: each[0] if len(set(each)) == 1 else _hash(each) for name, each in sorted(values.items())}
     shapes = [(task.group, task.source.shapes) for task in tasks]
-    documents = [task.documents for task in tasks if task.documents]
-    if documents:
-        of_all["documents"] = f"{of_all.get('documents', 'padding')} ({_hash(documents)})"
+    documents = [{name: np.asarray(cuts).tolist() for name, cuts in task.documents.items()} for task in tasks]
     ranks = of_all.pop("ranks")
-    return {"mpiattn": __version__, "problems": f"{len(tasks)} ({_hash(shapes)})", "ranks": ranks, **of_all}
+    return {
+        "mpiattn": __version__,
+        "problems": f"{len(tasks)} ({_hash(shapes)})",
+        "ranks": ranks,
+        **of_all,
+        "content of --documents": _hash(documents),
+    }
 
 
 def _hash(value):

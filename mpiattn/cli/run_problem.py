@@ -13,10 +13,11 @@ from ..arguments.arrays import on_host
 from ..comm.agreement import agreement
 from ..console import options
 from ..console.progress import Progress
-from ..errors import MpiattnError
+from ..errors import FileError, MpiattnError
 from ..files.finite import nonfinite
 from ..files.input import Input, Wanted
 from ..files.output import Contents, Written
+from ..files.shapes import place_name
 from ..model.machine import PRODUCTS
 from ..problem.documents import documents as check_documents
 from ..problem.problem import Problem
@@ -62,11 +63,11 @@ def tasks_of(comm, peers, args, source):
 
     A plan expects the documents of its first problem.
     """
-    plans, tasks = {}, []
+    plans, tasks, files = {}, [], {}
     for group, (shapes, axes) in source.shapes.items():
         part = source.part(group, shapes, axes)
         with _of_group(group):
-            task = _task(comm, peers, args, group, part, plans)
+            task = _task(comm, peers, args, group, part, plans, files)
         tasks.append(task)
     return tasks
 
@@ -77,14 +78,14 @@ def _of_group(group):
     try:
         yield
     except MpiattnError as error:
-        if group and group not in str(error):
+        if group and repr(group) not in str(error) and place_name("", group) not in str(error):
             error.args = (f"{error} (in group {group!r} of IN)",)
         raise
 
 
-def _task(comm, peers, args, group, source, plans):
+def _task(comm, peers, args, group, source, plans, files):
     cuts = {"cu_seqlens": ("--documents", args.documents), "cu_seqlens_k": ("--documents-k", args.documents_k)}
-    documents = read_documents(peers, source.group, cuts) | ({"padding": True} if args.padding else {})
+    documents = read_documents(peers, source.group, cuts, files) | ({"padding": True} if args.padding else {})
     with agreement(peers):
         check_documents(Problem(**source.shapes), **documents)
         added = biases.RunBiases(args, source, Problem(**source.shapes))
@@ -114,6 +115,18 @@ def contents(task, args, attributes):
     of_biases = task.added.gradients if args.backward else {}
     shapes = results_of(task.plan.problem, args.backward) | of_biases
     return Contents(shapes, attributes, task.source.grid_of("q"), of_biases)
+
+
+def check_places(contents):
+    """Raise FileError if a group of OUT would be where a dataset of another one is."""
+    datasets = {f"{group}/{name}".lstrip("/") for group, of in contents.items() for name in of.shapes}
+    for group in contents:
+        parts = group.split("/")
+        for path in ("/".join(parts[:count]) for count in range(1, len(parts) + 1)):
+            if path in datasets:
+                raise FileError(
+                    f"IN has a problem in group {group!r}, and {path!r} is a dataset of results in OUT; rename it"
+                )
 
 
 class Solved(NamedTuple):

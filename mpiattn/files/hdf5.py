@@ -142,25 +142,42 @@ def write(dataset, starts, array, how=None, axis=0):
 
 
 def members(group):
-    """(path, object) of every group and dataset in an open file or group; links are followed, but not back."""
-    entered = set()
+    """(path, object) of every group and dataset in an open file or group.
 
-    def see(group, path):
-        info = h5py.h5o.get_info(group.id)
-        if (info.fileno, info.addr) in entered:
+    Links to other places are followed at last, so that a group with several names comes once, under its own.
+    """
+    entered, links = set(), []
+
+    def see(here, name, path):
+        try:
+            item = opened(here, name, whole=False)
+        except AbsentError:
             return
-        entered.add((info.fileno, info.addr))
-        for name in group:
-            try:
-                item = opened(group, name, whole=False)
-            except AbsentError:
-                continue
-            if isinstance(item, h5py.Group | h5py.Dataset):
-                yield path + name, item
-            if isinstance(item, h5py.Group):
-                yield from see(item, f"{path}{name}/")
+        if isinstance(item, h5py.Dataset):
+            yield path, item
+        elif isinstance(item, h5py.Group) and _place(item) not in entered:
+            yield path, item
+            yield from inside(item, f"{path}/")
 
-    return see(group, "")
+    def inside(here, path):
+        entered.add(_place(here))
+        for name in here:
+            if isinstance(name, bytes):  # not UTF-8: no option can name it
+                continue
+            if isinstance(here.get(name, getlink=True), h5py.HardLink):
+                yield from see(here, name, path + name)
+            else:
+                links.append((here, name, path + name))
+
+    yield from inside(group, "")
+    while links:
+        yield from see(*links.pop(0))
+
+
+def _place(item):
+    """Which object it is, of which file."""
+    info = h5py.h5o.get_info(item.id)
+    return info.fileno, info.addr
 
 
 def contents(group):

@@ -95,6 +95,12 @@ class Input:
         with agreement(self.peers):
             self._check_length()
 
+    @property
+    def version(self):
+        """The file's length and time of change, in words."""
+        about = os.fstat(self._watched.fileno())
+        return f"{about.st_size} bytes, changed at {about.st_mtime_ns / 1e9:.6f}"
+
     def _check_length(self):
         with file_errors(self.argument, self.path, "read"):
             length = os.fstat(self._watched.fileno()).st_size

@@ -244,7 +244,7 @@ class Output:
         with agreement(self.peers, only=0), self._errors():
             if self.new:
                 self.new.publish()
-        if not self.new:
+        if self._unfinished or not self.new:
             partial_files.settle(self.argument, self.partial)
         self.partial = None
 

@@ -27,29 +27,30 @@ MADE_BY = "made_by"  # attribute of OUT: what its results were made by
 class Unfinished:
     """What an earlier run has left of OUT, or the beginning of it; made and used collectively.
 
-    path: of OUT.  source: path of IN, which must not have changed since.  made_by: what else results depend on, {name:
+    path: of OUT.  source: the `Input`, which must not have changed since.  made_by: what else results depend on, {name:
     text}; an earlier run must have had the same.  problems: how many there are.
-    reports: of the finished problems, by path.  whole: whether OUT itself is there, and was made by the same.
-    begun: whether the datasets have their place.  made_by: as text, for the attribute MADE_BY of OUT.
-    file: on rank 0, what `Output` writes to; None where OUT is whole.
+    finished: the paths of those that are.  reports: of these on rank 0, by path.  begun: whether the datasets have
+    their place.  whole: whether OUT itself is there, and was made by the same.  made_by: as text, for the attribute
+    MADE_BY of OUT.  file: on rank 0, what `Output` writes to; None where OUT is whole.
     Raises FileError on every rank where results of an earlier run were made by something else.
     """
 
     def __init__(self, peers, path, source, made_by, problems):
-        self._peers, self._problems, self.file, self.made_by = peers, problems, None, ""
+        self._peers, self._problems, self.file, self.reports = peers, problems, None, {}
+        made_by = {"IN": source.version} | made_by
+        self.made_by = json.dumps(made_by)
 
         def look():
-            file = _File(path, source, made_by)
-            self.file = None if file.whole else file
-            return file.reports, file.begun, file.whole, file.made_by, file.lock
+            file = _File(path, source.path, made_by)
+            self.file, self.reports = None if file.whole else file, file.reports
+            return set(file.reports), file.begun, file.whole, file.lock, file.folder
 
-        self.reports, self.begun, self.whole, self.made_by, self._lock = from_rank_0(peers, look)
+        self.finished, self.begun, self.whole, self._lock, self._folder = from_rank_0(peers, look)
         if not self.whole:
-            self._folder = f"{path}.unfinished"
             self._note()
 
     def _note(self):
-        count, rest = len(self.reports), "goes on with the others"
+        count, rest = len(self.finished), "goes on with the others"
         if count == self._problems:
             rest = "makes OUT of them"
         text = f"{count} of {self._problems} problems are in {self._folder}, and the same command with --resume {rest}"
@@ -57,26 +58,31 @@ class Unfinished:
 
     def begin(self):
         """Begin the journal of a new file, whose datasets have their place now; collective."""
-        from_rank_0(self._peers, lambda: self.file and self.file.begin())
+        from_rank_0(self._peers, lambda: self.file.begin())
 
     def add(self, problem, report):
-        """Note that a problem is finished: its results must be on the disk; collective.  report: what JSON holds."""
-        from_rank_0(self._peers, lambda: self.file and self.file.add(problem, report))
-        self.reports[problem] = report
+        """Note that a problem is finished: its results must be on the disk; collective.
+
+        report: on rank 0, what JSON holds.
+        """
+        from_rank_0(self._peers, lambda: self.file.add(problem, report))
+        self.finished.add(problem)
         self._note()
+
+    def discard(self):
+        """Remove what this run has begun and nobody can go on with, and release OUT; collective or not."""
+        if self.file:
+            self.file.discard()
 
 
 class _File:
     """The folder, on rank 0; to `Output` it is what a `NewFile` is."""
 
     def __init__(self, path, source, made_by):
-        with file_errors("IN", source, "read"):
-            about = os.stat(source)
-        made_by = {"IN": f"{about.st_size} bytes, changed at {about.st_mtime_ns / 1e9:.6f}"} | made_by
-        self._path, self._made_by, self.made_by = path, made_by, json.dumps(made_by)
+        self._path, self._made_by, self._published = path, made_by, False
         self.target = check_target("OUT", path, (source,), HDF5)
-        self._folder = f"{self.target}.unfinished"
-        self.partial, self._journal = (os.path.join(self._folder, name) for name in ("out.h5", "finished.jsonl"))
+        self.folder = f"{self.target}.unfinished"
+        self.partial, self._journal = (os.path.join(self.folder, name) for name in ("out.h5", "finished.jsonl"))
         self.lock = OutputLock.of(self.target)
         with file_errors("OUT", path, "written"):
             refusal = self.lock.take("OUT")
@@ -93,18 +99,19 @@ class _File:
     def _look(self):
         """Find out what there is, and make the folder."""
         with self._errors("read"):
-            lines = self._lines()
-            self.reports = {line["problem"]: line["report"] for line in lines[1:]}
-        self.begun = bool(lines)
+            header, *lines = self._lines() or [None]
+            earlier = {} if header is None else dict(header[MADE_BY])
+            self.reports = {line["problem"]: line["report"] for line in lines}
+        if self.reports:
+            self._compare(earlier)
+        self.begun = header is not None and earlier == self._made_by
         self.whole = not self.begun and self._is_whole()
-        if self.begun:
-            self._compare(lines[0][MADE_BY])
-        elif self.whole:
-            shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was killed at its very end
-        else:
+        if self.whole:
+            shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was killed at its very end
+        elif not self.begun:
             with self._errors("written"):
-                shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was killed before it had begun
-                os.mkdir(self._folder)
+                shutil.rmtree(self.folder, ignore_errors=True)  # of a run that has finished nothing
+                os.mkdir(self.folder)
 
     @contextlib.contextmanager
     def _errors(self, doing):
@@ -113,22 +120,34 @@ class _File:
         except (OSError, ValueError, KeyError, TypeError) as error:
             other = "it does not hold what such a run leaves"
             raise FileError(
-                f"OUT is {str(self._path)!r}; {self._folder!r} cannot be {doing}: "
+                f"OUT is {str(self._path)!r}; {self.folder!r} cannot be {doing}: "
                 f"{reason(error) if isinstance(error, OSError) else other}; to begin anew remove it"
             ) from error
 
     def _lines(self):
-        """What the journal holds, without a last line that was cut short; nothing without the file of results."""
+        """What the journal holds, up to the first line that is not whole; nothing without the file of results."""
         try:
             with open(self._journal, "rb") as file:
-                whole, _, cut = file.read().rpartition(b"\n")
+                data = file.read()
         except FileNotFoundError:
             return []
         if not os.path.isfile(self.partial):
             return []
-        if cut:
-            os.truncate(self._journal, len(whole) + 1)
-        return [json.loads(line) for line in whole.splitlines()]
+        lines, kept = [], 0
+        for line in data.splitlines(keepends=True):
+            try:
+                lines.append(json.loads(line))
+            except ValueError:
+                break
+            if not line.endswith(b"\n"):
+                lines.pop()
+                break
+            kept += len(line)
+        if data and not lines and data.endswith(b"\n"):
+            raise ValueError("no journal")
+        if kept < len(data):
+            os.truncate(self._journal, kept)
+        return lines
 
     def _is_whole(self):
         """Whether OUT is there and was made by the same."""
@@ -143,7 +162,7 @@ class _File:
         if names:
             name = names[0]
             raise FileError(
-                f"--resume is given, and {self._folder!r} holds results of a run with another {name}: "
+                f"--resume is given, and {self.folder!r} holds results of a run with another {name}: "
                 f"{_short(earlier.get(name))} then, {_short(self._made_by.get(name))} now; run it as then, or remove "
                 "that folder to begin anew"
             )
@@ -161,6 +180,8 @@ class _File:
         with file_errors("OUT", self._path, "written"):
             sync(self.partial)
             self._append({MADE_BY: self._made_by})
+            for folder in (self.folder, os.path.dirname(self.folder)):
+                sync(folder)
 
     def add(self, problem, report):
         """Add a problem to the journal."""
@@ -168,21 +189,34 @@ class _File:
             self._append({"problem": problem, "report": report})
 
     def _append(self, line):
-        with open(self._journal, "ab", buffering=0) as file:
-            file.write(json.dumps(line).encode() + b"\n")
-            os.fsync(file.fileno())
+        """Add a line, on the disk, or nothing."""
+        handle = os.open(self._journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        before, left = os.fstat(handle).st_size, json.dumps(line).encode() + b"\n"
+        try:
+            while left:
+                left = left[os.write(handle, left) :]
+            os.fsync(handle)
+        except OSError:
+            os.ftruncate(handle, before)
+            raise
+        finally:
+            os.close(handle)
 
     def publish(self):
         """Give the file its name, and remove the folder."""
         sync(self.partial, mode_of(self.target))
         os.replace(self.partial, self.target)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._published = True
+        shutil.rmtree(self.folder, ignore_errors=True)
         self.lock.release()
 
     def discard(self):
-        """Remove the folder if it holds nothing that a later run could go on with; do nothing after `publish`."""
-        if not os.path.exists(self._journal):
-            shutil.rmtree(self._folder, ignore_errors=True)
+        """Remove the folder if no problem is finished, and release OUT; does nothing after `publish`."""
+        if self._published:
+            return
+        with contextlib.suppress(OSError, FileError):
+            if not any("problem" in line for line in self._lines()):
+                shutil.rmtree(self.folder, ignore_errors=True)
         self.lock.release()
 
 

@@ -67,11 +67,14 @@ class NewFile:
 
 
 def sync(path, mode=None):
-    """Put a file on the disk.  mode: the permissions that it is to have."""
-    with open(path, "rb") as file:
+    """Put a file or a folder on the disk.  mode: the permissions that it is to have."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
         if mode is not None:
-            os.fchmod(file.fileno(), mode)
-        os.fsync(file.fileno())
+            os.fchmod(handle, mode)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def mode_of(target):

@@ -1,0 +1,272 @@
+"""`mpiattn run --resume`: a run goes on where an earlier one ended, with the bits of a run that nothing disturbed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import h5py
+import numpy as np
+import pytest
+import warm
+from files import assert_right, datasets, write_input, write_problems
+from launch import environment, mpiexec, mpirun, require_launch, time_factor
+
+LAYERS = {
+    "layers/10": {"seqlen": 41},
+    "layers/2": {"seqlen": 67},
+    "layers/1": {"seqlen": 41},
+    "encoder": {"seqlen": 30, "heads": 2, "dtype": "float64", "batch": 2},
+}
+ORDER = ["encoder", "layers/1", "layers/2", "layers/10"]
+
+# The command line, in which the first rank meets a signal after so many problems: for one of them, or in the middle of
+# the next one's forward pass.
+STOPPED = """
+import os, sys
+number, after, where, *arguments = sys.argv[1:]
+from mpiattn.cli import main, run_problem
+from mpiattn.console import witness
+from mpiattn.system.launch_variables import launch_rank
+witness.watch(launch_rank())
+import mpiattn.engine.executor as e
+solve, calls = run_problem.solve, []
+def counted(*arguments, **how):
+    calls.append(1)
+    return solve(*arguments, **how)
+run_problem.solve, whole = counted, e.Executor.run
+def struck(self, *arguments, **how):
+    if len(calls) == int(after) + 1 and launch_rank() == int(where):
+        e.Executor.run = whole
+        os.kill(os.getpid(), int(number))
+    return whole(self, *arguments, **how)
+e.Executor.run = struck
+sys.exit(main(arguments))
+"""
+
+
+def run(n, *arguments, **how):
+    return warm.command(n, ["run", *arguments], **how)
+
+
+def stopped(n, number, after, where, *arguments):
+    """A launch of `mpiattn run` in which rank `where` gets a signal in the problem after the first `after`."""
+    command = [sys.executable, "-c", STOPPED, int(number), after, where, "run", *arguments]
+    return mpirun(n, command, timeout=90, check=False)
+
+
+def test_a_run_that_is_stopped_goes_on(tmp_path):
+    """With the same bits: by SIGUSR1 after the problem at hand, by SIGTERM and SIGKILL without it."""
+    source, out, left = write_problems(tmp_path / "in.h5", LAYERS), tmp_path / "out.h5", tmp_path / "out.h5.unfinished"
+    arguments = [source, out, "--causal", "--resume"]
+    run(3, source, tmp_path / "whole.h5", "--causal")
+    outcome = stopped(3, signal.SIGUSR1, 0, 1, *arguments)
+    assert outcome.returncode == 138
+    assert outcome.stderr.count("mpiattn run: ended by SIGUSR1, OUT was not written; 1 of 4 problems are in ") == 1
+    assert not out.exists() and sorted(path.name for path in left.iterdir()) == ["finished.jsonl", "out.h5"]
+    outcome = stopped(3, signal.SIGTERM, 1, 0, *arguments)  # in the second of this launch, the third of all
+    assert outcome.stderr.count("ended by SIGTERM, OUT was not written; 2 of 4 problems are in ") == 1
+    outcome = stopped(3, signal.SIGKILL, 1, 2, *arguments)
+    assert (
+        outcome.returncode and not out.exists() and len(left.joinpath("finished.jsonl").read_text().splitlines()) == 4
+    )
+    outcome = run(3, *arguments, "--json", tmp_path / "report.json")
+    assert "4 problems in 'encoder' to 'layers/10', of 3 shapes, 3 of them finished before" in outcome.stdout
+    assert list(json.loads((tmp_path / "report.json").read_text())["problems"]) == ORDER
+    assert datasets(out) == datasets(tmp_path / "whole.h5") and not left.exists()
+    said = run(3, *arguments, "--json", tmp_path / "report.json").stdout
+    assert "is whole, made by the same command; nothing is left to do" in said
+    assert json.loads((tmp_path / "report.json").read_text())["whole"]
+
+
+@pytest.fixture
+def half(tmp_path):
+    """A folder with in.h5 and results of one of its problems."""
+    source = write_problems(tmp_path / "in.h5", {"a": {"seqlen": 30}, "b": {"seqlen": 30}})
+    assert stopped(1, signal.SIGUSR1, 0, 0, source, tmp_path / "out.h5", "--resume").returncode == 138
+    return tmp_path
+
+
+def test_only_the_same_run_goes_on(half):
+    source, out = half / "in.h5", half / "out.h5"
+
+    def said(*options, n=1):
+        outcome = run(n, source, out, "--resume", *options, check=False)
+        assert outcome.returncode == 1 and outcome.stderr.count("mpiattn: ") == 1
+        return outcome.stderr
+
+    assert "holds results of a run with another causal: False then, True now" in said("--causal")
+    assert "holds results of a run with another ranks: 1 then, 2 now; run it as then, or remove that folder" in said(
+        n=2
+    )
+    assert "another dropout: 0.0 then, 0.5 now" in said("--dropout", "0.5", "--seed", "3")
+    about = source.stat()
+    os.utime(source, ns=(about.st_atime_ns, about.st_mtime_ns + 10**9))
+    assert "another IN: " in said()
+    os.utime(source, ns=(about.st_atime_ns, about.st_mtime_ns))
+    run(1, source, out)  # without --resume it is not looked at
+    assert (half / "out.h5.unfinished").exists()
+    run(1, source, out, "--resume")
+    assert_right(source, out, group="b")
+
+
+@pytest.mark.draw(2)
+@pytest.mark.parametrize("harm", ["torn", "no journal", "no results", "odd journal", "short results", "other results"])
+def test_what_was_left_is_harmed(half, harm):
+    """By a crash: begun anew, or from the last whole line; by others: an error that says what to remove."""
+    source, out, left = half / "in.h5", half / "out.h5", half / "out.h5.unfinished"
+    journal, results = left / "finished.jsonl", left / "out.h5"
+    if harm == "torn":
+        journal.write_text(journal.read_text() + '{"problem": "b", "repo')
+    elif harm == "no journal":
+        journal.unlink()
+    elif harm == "no results":
+        results.unlink()
+    elif harm == "odd journal":
+        journal.write_text("odd\n")
+    elif harm == "short results":
+        os.truncate(results, 200)
+    else:
+        write_input(results)
+    outcome = run(2 if harm == "no journal" else 1, source, out, "--resume", check=False)
+    if harm in ("torn", "no journal", "no results"):
+        assert outcome.returncode == 0 and ("1 of them finished before" in outcome.stdout) == (harm == "torn")
+        assert_right(source, out, group="a")
+        assert_right(source, out, group="b")
+    else:
+        assert outcome.returncode == 1 and outcome.stderr.count("mpiattn: OUT is ") == 1
+        assert "out.h5.unfinished" in outcome.stderr and not out.exists()
+
+
+def test_the_launcher_hands_the_signal_on(tmp_path):
+    """SIGUSR1 to mpiexec, as from a batch script, ends the run after a problem."""
+    require_launch()
+    shape = {"seqlen": 700, "heads": 8}
+    source, out = write_problems(tmp_path / "in.h5", {str(i): shape for i in range(40)}), tmp_path / "out.h5"
+    command = [mpiexec(), "-n", "2", sys.executable, "-m", "mpiattn", "run", str(source), str(out), "--resume"]
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    journal, end = tmp_path / "out.h5.unfinished/finished.jsonl", time.monotonic() + 60 * time_factor()
+    while not (journal.exists() and len(journal.read_text().splitlines()) > 1) and time.monotonic() < end:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGUSR1)
+    _, said = process.communicate(timeout=60 * time_factor())
+    assert process.returncode == 138 and "ended by SIGUSR1" in said
+    assert 1 < len(journal.read_text().splitlines()) <= 41
+
+
+@pytest.mark.parametrize("after", ["add", "commit"])
+def test_the_only_problem_is_finished_and_out_is_not(tmp_path, after):
+    """Killed between the two: the report then is that of many problems, and OUT the same."""
+    source, out, made = write_input(tmp_path / "in.h5"), tmp_path / "out.h5", tmp_path / "run.json"
+    owner = "files.unfinished.Unfinished" if after == "add" else "files.output.Output"
+    code = (
+        "import os, sys, importlib\n"
+        f"module, name = '{owner}'.rsplit('.', 1)\n"
+        "owner = getattr(importlib.import_module('mpiattn.' + module), name)\n"
+        f"whole = owner.{after}\n"
+        "def struck(self, *arguments):\n"
+        f"    {'whole(self, *arguments)' if after == 'add' else 'pass'}\n"
+        "    os._exit(9)\n"
+        f"owner.{after} = struck\n"
+        "from mpiattn.cli import main; main(sys.argv[1:])"
+    )
+    outcome = subprocess.run([sys.executable, "-c", code, "run", source, out, "--resume"], env=environment())
+    assert outcome.returncode == 9 and not out.exists()
+    assert "(no group)" in run(1, source, out, "--resume", "--json", made).stdout
+    assert list(json.loads(made.read_text())["problems"]) == [""]
+    assert_right(source, out)
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A folder with in.h5, documents and results of one of its problems, made with every option that others lack."""
+    folder = tmp_path_factory.mktemp("begun")
+    source = write_problems(folder / "in.h5", {"1": {"seqlen": 1300, "heads": 2}, "2": {"seqlen": 1300, "heads": 2}})
+    with h5py.File(source, "r+") as file:
+        for group in file.values():
+            group["w"] = group["v"][...] + 1
+    np.save(folder / "cuts.npy", np.arange(1301))
+    return folder
+
+
+MASKS = ["blocks 130 " + ",".join(f"{i}:{j}" for i, j in enumerate(order)) for order in (range(10), range(9, -1, -1))]
+PLAN = "--schedule greedy --tile 1x1 --layout contiguous --mesh-layout contiguous --route direct".split()
+
+
+@pytest.mark.draw(3)
+@pytest.mark.parametrize(
+    "first, then, differs",
+    [
+        (["--names", "v=w"], [], "names"),
+        (["--mask", MASKS[0]], ["--mask", MASKS[1]], "mask"),
+        (["--documents", "cuts.npy"], ["--documents", "cuts.npy"], "content of --documents"),
+        (["--verify"], [], "verify"),
+        (["--documents", "cuts.npy"], [], "documents"),
+        (["--dropout", "0.5", "--seed", "1"], ["--dropout", "0.5", "--seed", "2"], "seed"),
+    ],
+)
+def test_what_results_depend_on(begun, first, then, differs):
+    """An option that differs, or a file that it names, is not mixed into results of another one."""
+    out = begun / "out.h5"
+    command = ["run", begun / "in.h5", out, "--resume", *PLAN]
+    try:
+        program = [sys.executable, "-c", STOPPED, int(signal.SIGUSR1), 0, 0, *command, *first]
+        assert mpirun(1, program, timeout=90, check=False, cwd=begun).returncode == 138
+        if differs.startswith("content"):
+            cuts = np.arange(1301)
+            cuts[500:600] += 1
+            np.save(begun / "cuts.npy", cuts)
+        outcome = warm.command(1, [*command, *then], check=False, cwd=begun)
+        assert outcome.returncode == 1 and f"holds results of a run with another {differs}: " in outcome.stderr
+    finally:
+        np.save(begun / "cuts.npy", np.arange(1301))
+        for path in (begun / "out.h5.unfinished").iterdir():
+            path.unlink()
+        (begun / "out.h5.unfinished").rmdir()
+
+
+def test_a_journal_that_the_disk_has_cut(half):
+    """Lines after the first that is not whole do not count; a line that cannot be written leaves nothing of it."""
+    journal = half / "out.h5.unfinished/finished.jsonl"
+    whole = journal.read_text()
+    journal.write_text(whole + '{"problem": "b", "re' + '{"problem": "b", "report": {}}\n')
+    assert "1 of them finished before" in run(1, half / "in.h5", half / "out.h5", "--resume").stdout
+    assert_right(half / "in.h5", half / "out.h5", group="b")
+
+
+@pytest.mark.parametrize("header", ["[]", "5", '{"x": 1}', '{"made_by": 5}'])
+def test_a_journal_of_something_else(half, header):
+    journal = half / "out.h5.unfinished/finished.jsonl"
+    journal.write_text("\n".join([header, *journal.read_text().splitlines()[1:]]) + "\n")
+    outcome = run(1, half / "in.h5", half / "out.h5", "--resume", check=False)
+    assert (
+        outcome.returncode == 1 and "it does not hold what such a run leaves; to begin anew remove it" in outcome.stderr
+    )
+
+
+def test_a_run_that_has_finished_nothing_holds_up_no_other(tmp_path):
+    """Nothing of a run that fails in its first problem stays."""
+    source = write_problems(tmp_path / "in.h5", {"a": {"seqlen": 30}, "b": {"seqlen": 30}})
+    code = (
+        "import sys; from mpiattn.cli import main, run_problem\n"
+        "def fails(*given, **how): raise OSError(28, 'No space left on device')\n"
+        "run_problem.solve = fails\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    program = [sys.executable, "-c", code, "run", source, tmp_path / "out.h5", "--resume"]
+    assert mpirun(1, program, check=False).returncode
+    assert [path.name for path in tmp_path.iterdir()] == ["in.h5"]
+
+
+def test_out_behind_a_symbolic_link(tmp_path):
+    """What stays is beside the file itself, and the message says so."""
+    source = write_problems(tmp_path / "in.h5", {"a": {"seqlen": 30}, "b": {"seqlen": 30}})
+    (tmp_path / "there").mkdir()
+    (tmp_path / "out.h5").symlink_to("there/real.h5")
+    said = stopped(2, signal.SIGUSR1, 0, 1, source, tmp_path / "out.h5", "--resume").stderr
+    assert f"1 of 2 problems are in {tmp_path}/there/real.h5.unfinished, and" in said
+    run(2, source, tmp_path / "out.h5", "--resume")
+    assert_right(source, tmp_path / "there/real.h5", group="b")
+    assert sorted(path.name for path in (tmp_path / "there").iterdir()) == ["real.h5"]
