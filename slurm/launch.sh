@@ -44,7 +44,7 @@ case $? in
     127) said="FAILS: no python3" ;;
     *) said="FAILS: ${said:-python3 ended without a word}" ;;
 esac
-printf "%s\t%s\n" "$SLURMD_NODENAME" "$said"
+printf "mpiattn-look\t%s\t%s\n" "$SLURMD_NODENAME" "$said"       # among what a site may print
 '
 
 # Ends the job unless every node has the same.  Where one lacks something, the ranks of the others would wait for its own.
@@ -53,7 +53,7 @@ look_at_nodes() {
     said=$(timeout $((2 * limit)) srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --mpi=none \
         bash -c "$look_here" - "$limit" "$look") ||
         die "srun cannot start a program on each node of $SLURM_JOB_NODELIST within $((2 * limit)) s, see above"
-    said=$(sort <<< "$said" | awk -F "\t" '{ with[$2] = with[$2] " " $1 } END { for (it in with) print with[it] ": " it }')
+    said=$(sort <<< "$said" | awk -F "\t" '$1 == "mpiattn-look" { with[$3] = with[$3] " " $2 } END { for (it in with) print with[it] ": " it }')
     [[ $(wc -l <<< "$said") -eq 1 && $said != *": FAILS: "* ]] ||
         die "nodes lack what others have; see to the modules and the environment of $slurm/env.sh there:"$'\n'"$said"
 }

@@ -141,7 +141,7 @@ def test_cgroups_of_version_1(tmp_path):
 def test_slurm(tmp_path):
     """All that its processes use counts, wherever that is not limited by a cgroup; 0 is all memory of the node."""
     system(tmp_path, {"proc/self/status": "VmSize: 99 kB\nRssAnon: 2048 kB\n"})
-    job = {"SLURM_JOB_ID": "7"}
+    job = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
     assert left(tmp_path, **job, SLURM_MEM_PER_NODE="4096") == {"Slurm's --mem of 4 GiB": 4094}
     assert left(tmp_path, **job, SLURM_MEM_PER_NODE="0") == left(tmp_path, **job) == {}
     assert left(tmp_path, SLURM_MEM_PER_NODE="4096") == {}

@@ -23,7 +23,7 @@ def source(tmp_path_factory):
 
 def limited(mebibytes, *command):
     """A command on two ranks, in a Slurm job that has asked for so much memory."""
-    variables = {"SLURM_JOB_ID": "7", "SLURM_MEM_PER_NODE": str(mebibytes)}
+    variables = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "SLURM_MEM_PER_NODE": str(mebibytes)}
     return warm.command(2, command, check=False, env=variables)
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ..comm.room import Room
     from .options import CacheOptions
 
+MOST = 2**62  # bytes of all ranks that are added up
+
 
 def check_capacity(home: Home, peers: Peers, backend: Backend, asked: CacheOptions) -> None:
     """Raise MemoryShortage on every rank if nodes, cgroups or GPUs have no room for the pools of pages; collective.
@@ -26,7 +28,8 @@ def check_capacity(home: Home, peers: Peers, backend: Backend, asked: CacheOptio
     """
     numbers = math.prod([asked.page_size, asked.kv_heads, asked.head_dim + (0 if asked.shared_kv else asked.value_dim)])
     page_bytes = numbers * ITEMSIZE[asked.dtype]
-    needs = np.full(peers.size, cache_pages(asked.capacity, peers.size, asked.sequences, asked.page_size) * page_bytes)
+    nbytes = cache_pages(asked.capacity, peers.size, asked.sequences, asked.page_size) * page_bytes
+    needs = np.full(peers.size, min(nbytes, MOST // peers.size))
 
     def advise(room: Room) -> str:
         pages = room.least() // page_bytes - (asked.sequences - 1)  # each sequence may fill one only in part

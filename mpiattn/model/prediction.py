@@ -95,16 +95,18 @@ class Predictions:
         """The `Choice` of a tile of the plane; arguments that are equal have the same."""
         load, in_memory = self._load(pair, tile), self._load_without_documents(pair, tile)
         built = self._schedules(tile, kind, route, cost.AHEAD if self._overlap else None)
-        ahead, (nbytes, own) = built[0].ahead, self._nbytes(built, in_memory)
+        ahead, nbytes = built[0].ahead, self._nbytes(built, in_memory)
         while ahead and max_memory is not None and nbytes > max_memory:
             ahead -= 1
             built = self._schedules(tile, kind, route, ahead)
-            nbytes, own = self._nbytes(built, in_memory)
+            nbytes = self._nbytes(built, in_memory)
         runs = [simulate(schedule, self._problem, load, self._machine, self._nodes) for schedule in built]
         seconds = sum(run.seconds for run in runs)
         waiting = sum(float(run.waiting.mean()) for run in runs) / seconds if seconds else 0.0
         sent = {schedule.direction: self._sent(schedule, load) for schedule in built}
-        return Choice(tile, kind, route, pair, pair, ahead, load.balance, seconds, waiting, sent, nbytes, own)
+        return Choice(
+            tile, kind, route, pair, pair, ahead, load.balance, seconds, waiting, sent, nbytes, self._own(built, load)
+        )
 
     def _sent(self, schedule, load):
         """{kind: bytes that a rank sends, mean over ranks}."""
@@ -114,14 +116,21 @@ class Predictions:
         }
 
     def _nbytes(self, schedules, load):
-        """`nbytes` and `own` of a `Choice`."""
-        problem = self._problem
-        nbytes = memory.chunk_bytes(problem, *load.lengths)
-        buffers = np.max([memory.buffer_bytes(schedule, problem, load) for schedule in schedules], axis=0)
-        nbytes = nbytes + buffers  # the passes share them
-        own = buffers + memory.own_bytes(problem, load.lengths, "backward" in self._passes, self._regrouped)
+        """`nbytes` of a `Choice`."""
+        nbytes = memory.chunk_bytes(self._problem, *load.lengths) + self._buffers(schedules, load)
         for schedule in schedules:
             if schedule.direction == "backward":
-                nbytes = nbytes + memory.gradient_bytes(problem, *load.lengths)
+                nbytes = nbytes + memory.gradient_bytes(self._problem, *load.lengths)
+        return int(nbytes.max())
+
+    def _buffers(self, schedules, load):
+        """Bytes of the buffers, which the passes share, of every rank."""
+        return np.max([memory.buffer_bytes(schedule, self._problem, load) for schedule in schedules], axis=0)
+
+    def _own(self, schedules, load):
+        """`own` of a `Choice`: of documents that calls are expected to have, what they touch."""
+        backward = "backward" in self._passes
+        own = memory.own_bytes(self._problem, load.lengths, backward, self._regrouped)
+        own = own + self._buffers(schedules, load)
         least = int(own.min())
-        return int(nbytes.max()), (least,) if least == own.max() else tuple(own.tolist())
+        return (least,) if least == own.max() else tuple(own.tolist())

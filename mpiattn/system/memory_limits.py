@@ -47,8 +47,10 @@ def limits(root="/", environment=os.environ):
     every = []
     if "MemAvailable" in memory:
         every.append(Limit("the node's memory", memory["MemAvailable"] + swap, shared="node"))
-    every += _of_cgroups(root, swap)
-    every += _of_slurm(environment, own.get("RssAnon", 0))
+    of_cgroups = list(_of_cgroups(root, swap))
+    every += of_cgroups
+    if not any("/job_" in limit.name for limit in of_cgroups):  # else Slurm limits the job by its cgroup
+        every += _of_slurm(environment, own.get("RssAnon", 0))
     every += _of_process(own)
     return every
 
@@ -86,13 +88,13 @@ def _of_process(own):
             yield Limit(f"the limit of {size(limit)} on {name}", limit, own[field])
 
 
-# Slurm: where it does not limit memory by cgroups, it adds up what the processes of a job use
+# Slurm: where it does not limit memory by cgroups, it may add up what the processes of a job use, and end it
 
 
 def _of_slurm(environment, used):
     """The memory that a Slurm job has asked for on a node."""
     job = environment.get("SLURM_JOB_ID")
-    if not job:
+    if not (job and environment.get("SLURMD_NODENAME")):  # a shell of salloc has the variables, too
         return
     for variable, option, counts in (
         ("SLURM_MEM_PER_NODE", "--mem", None),
