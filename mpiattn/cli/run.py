@@ -28,6 +28,7 @@ examples:
 import contextlib
 import sys
 from functools import partial
+from typing import NamedTuple
 
 from .. import backends
 from ..comm.agreement import agreement
@@ -124,33 +125,58 @@ def _run(job, args):
         with EndRequest(kept is not None) as request:
             _open(peers, args, tasks, origin, kept)
             output = _output(peers, args, tasks, origin, kept)
-            plans = list(dict.fromkeys(task.plan for task in tasks))  # one after the other has its buffers
-            left = [task for task in tasks if not (kept and task.group in kept.finished)]
-            left.sort(key=lambda task: plans.index(task.plan))
-            many = len(tasks) > len(left) or len(tasks) > 1
+            left = _left(tasks, kept)
+            many = len(tasks) > 1 or not left
             del tasks  # which would keep the biases of problems that are done
-            reports, facts, trace = _solve_each(job, args, left, many, output, kept, request, before)
+            done = _solve_each(job, args, left, many, output, kept, request, before)
             if left:
-                if not peers.rank:
-                    stays = partial_files.kept()
-                    text = f"mpiattn run: ended by SIGUSR1, OUT was not written{stays and f'; {stays}'}"
-                    print(text, file=sys.stderr, flush=True)
-                return request.code
+                return _ended(peers, request)
             source.close()
             job("commit", output.commit)
             if args.trace:
-                job.on_rank_0(lambda: write_trace("--trace", args.trace, trace))
-            if many:
-                reports = {group: reports.get(group) for group in source.shapes}
-                report(job, args.json, lambda: (as_json_of_all(args, origin, reports), as_text_of_all(args, reports)))
-            else:
-                report(job, args.json, lambda: (origin | as_json(*facts), as_text(*facts)))
-    finally:  # all does nothing once the file has its name
+                job.on_rank_0(lambda: write_trace("--trace", args.trace, done.trace))
+            report(job, args.json, lambda: _report(args, origin, source.shapes, many, done))
+    finally:  # what does nothing once the file has its name
         if output is not None:
             output.abandon()
         if kept is not None:
             kept.discard()
     return 0
+
+
+class _Done(NamedTuple):
+    """What came of a run.
+
+    reports: on rank 0, of all problems, by path.  facts, trace: of the last problem of this run.
+    """
+
+    reports: dict
+    facts: tuple | None = None
+    trace: object = None
+
+
+def _left(tasks, kept):
+    """The tasks that are not finished, those of a plan together: one plan after the other has its buffers."""
+    plans = list(dict.fromkeys(task.plan for task in tasks))
+    left = [task for task in tasks if not (kept and task.group in kept.finished)]
+    return sorted(left, key=lambda task: plans.index(task.plan))
+
+
+def _ended(peers, request):
+    """Say on rank 0 that a signal has ended the run; returns the exit code."""
+    if not peers.rank:
+        stays = partial_files.kept()
+        text = f"mpiattn run: ended by SIGUSR1, OUT was not written{stays and f'; {stays}'}"
+        print(text, file=sys.stderr, flush=True)
+    return request.code
+
+
+def _report(args, origin, groups, many, done):
+    """The report as a dict for JSON and as text."""
+    if not many:
+        return origin | as_json(*done.facts), as_text(*done.facts)
+    reports = {group: done.reports[group] for group in groups}
+    return as_json_of_all(args, origin, reports), as_text_of_all(args, reports)
 
 
 def _check_trace(args, problems):
@@ -163,10 +189,9 @@ def _check_trace(args, problems):
 def _solve_each(job, args, left, many, output, kept, request, before):
     """Compute, verify and write the tasks `left`, and take each off that list, until a signal asks for the end.
 
-    Returns, on rank 0, the reports of all problems, finished before or now, by path; what the last report was made of;
-    its trace.
+    Returns `_Done`.  before: peak resident bytes before the plans were made.
     """
-    reports, facts, trace = dict(kept.reports) if kept else {}, None, None
+    done = _Done(dict(kept.reports) if kept else {})
     with _progress(many, left) as phases:
         while left and not request.of_any(job.peers):
             task = left.pop(0)
@@ -178,12 +203,13 @@ def _solve_each(job, args, left, many, output, kept, request, before):
             ranks = job.peers.gather(local)
             if ranks is not None:
                 facts = args, task.plan, task.chosen, job.seconds, ranks, solved.reports, solved.odd
-                reports[task.group] = as_json(*facts)
-            trace, solved = solved.trace, None  # frees the results
+                done.reports[task.group] = as_json(*facts)
+                done = done._replace(facts=facts, trace=solved.trace)
+            del solved  # frees the results
             if kept:
                 output.flush()
-                kept.add(task.group, reports.get(task.group))
-    return reports, facts, trace
+                kept.add(task.group, done.reports.get(task.group))
+    return done
 
 
 def _output(peers, args, tasks, origin, kept):
