@@ -38,6 +38,7 @@ def dim_of(group, name, argument, path, most):
     whole = isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))
     if whole and 1 <= value <= most:
         return int(value)
+    value = value.item() if isinstance(value, np.number) else value
     raise FileError(
         f"{argument} is {str(path)!r}; its attribute {name} is {value!r}, it must be a "
         f"whole number from 1 to head_dim, which is {most}"
