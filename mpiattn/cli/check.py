@@ -126,13 +126,16 @@ def _full(args):
     unfit = gpu_aware_mpi.unfit()
     if unfit:
         return _refuse(args, Item("GPU-aware MPI", FAIL, *unfit))
+    from mpi4py import MPI
+
     try:
         tests = test_dir()
     except FileError as error:
         args.wrong(str(error))
     import pytest
 
-    defer(False)  # the tests start MPI themselves, and only under a launcher
+    defer(False)  # for the tests' own processes
+    MPI.Init_thread()  # which the tests expect; it has been loaded, so that their loading does not start it
     # A pytest configuration in a folder above the installation belongs to another project: ignore it.
     alone = ["-c", os.devnull, "--rootdir", str(tests), "-p", "no:cacheprovider", "-ra"]
     return int(pytest.main([*alone, "-m", "not workshop", *args.pytest, str(tests)]))
