@@ -14,9 +14,10 @@ from pathlib import Path
 
 import h5py
 
-from mpiattn.console.table import duration, percent, size, table
+from mpiattn.console.table import duration, percent, table
 from mpiattn.errors import FileError
 from mpiattn.system.atomic_file import NewFile
+from mpiattn.system.words import size
 
 PASSES = ("forward", "backward")
 

@@ -7,6 +7,15 @@ import numpy as np
 
 from mpiattn.verify import reference
 
+# Problems of a file with many, by group: what `write_input` takes; and the order in which they are computed.
+LAYERS = {
+    "layers/10": {"seqlen": 41},
+    "layers/2": {"seqlen": 67},
+    "layers/1": {"seqlen": 41},
+    "encoder": {"seqlen": 30, "heads": 2, "dtype": "float64", "batch": 2},
+}
+ORDER = ["encoder", "layers/1", "layers/2", "layers/10"]
+
 # A program: the command line, in whose first block rank 1 raises.
 RANK_1_RAISES = """
 import sys, mpiattn.engine.executor as e
@@ -64,22 +73,22 @@ def write_problems(path, shapes, backward=False):
     """An input file of several problems.  shapes: arguments of `write_input` by the path of the group."""
     with h5py.File(path, "w") as file:
         for number, (group, shape) in enumerate(shapes.items()):
-            one = write_input(f"{path}.one", backward=backward, seed=number, **shape)
-            with h5py.File(one) as given:
+            single = write_input(f"{path}.single", backward=backward, seed=number, **shape)
+            with h5py.File(single) as given:
                 for name in given:
                     given.copy(name, file.require_group(group))
-            Path(one).unlink()
+            Path(single).unlink()
     return path
 
 
 def datasets(path):
     """The bytes of all datasets of a file, by path."""
-    found = {}
+    contents = {}
     with h5py.File(path) as file:
         file.visititems(
-            lambda name, item: found.update({name: item[()].tobytes()}) if isinstance(item, h5py.Dataset) else None
+            lambda name, item: contents.update({name: item[()].tobytes()}) if isinstance(item, h5py.Dataset) else None
         )
-    return found
+    return contents
 
 
 def assert_right(source, result, causal=False, scale=None, tolerance=1e-5, backward=False, group="/", **masks):

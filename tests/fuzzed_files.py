@@ -139,9 +139,9 @@ def make(rng, folder):
 def _dataset(file, name, array, odd, rng, numbers, gone):
     which = rng.randrange(6) if odd else 6
     if which in (0, 1):
-        way = rng.choice(GONE)
-        way(file, name, array, rng)
-        gone[name] = way.__name__
+        write = rng.choice(GONE)
+        write(file, name, array, rng)
+        gone[name] = write.__name__
     elif which == 2:
         another_kind(file, name, array, rng)
     elif which == 3:

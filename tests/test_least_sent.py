@@ -8,11 +8,11 @@ import random
 import pytest
 
 from mpiattn.cli import main
-from mpiattn.console.table import size
 from mpiattn.problem.problem import Problem
 from mpiattn.schedule.least_sent import least_sent
 from mpiattn.schedule.regroup import every_tile, mean_sent
 from mpiattn.schedule.tile import parse_tile
+from mpiattn.system.words import size
 
 LONG = 1048576
 

@@ -34,7 +34,7 @@ def squeue(tmp_path_factory, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "ours, theirs, gone",
+    "own, other, gone",
     [
         ({"RESTART_COUNT": "1"}, {}, True),  # the job was requeued
         ({"RESTART_COUNT": "1"}, {"restart": 2}, False),
@@ -42,12 +42,12 @@ def squeue(tmp_path_factory, monkeypatch):
         ({"RESTART_COUNT": "1"}, {"cluster": "small"}, False),
     ],
 )
-def test_the_same_job(out, slurm, squeue, ours, theirs, gone):
+def test_the_same_job(out, slurm, squeue, own, other, gone):
     calls = squeue("echo 123.4")
     slurm(**SLURM)
     take(out)
-    change(out, process=ELSEWHERE, job=theirs)
-    slurm(**ours)
+    change(out, process=ELSEWHERE, job=other)
+    slurm(**own)
     if gone:
         take(out).publish()
     else:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpiattn.cli import main
-from mpiattn.console.table import duration, percent, size
+from mpiattn.console.table import duration, percent
 from mpiattn.model import cost
 from mpiattn.model.machine import DEFAULT
 from mpiattn.model.simulate import simulate
@@ -17,6 +17,7 @@ from mpiattn.problem.layout import Layout
 from mpiattn.problem.problem import Problem
 from mpiattn.schedule import travels as formulas
 from mpiattn.schedule.tile import Tile
+from mpiattn.system.words import size
 
 pytest.importorskip("matplotlib", reason="takes matplotlib (extra plot)")
 

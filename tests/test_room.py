@@ -12,8 +12,8 @@ def of(*needs):
 
 def test_who_shares():
     """Ranks of a node with the same mark: those of other nodes have other limits, and mark 0 is a rank's own."""
-    one, two = (100, 0, 7), (30, 0, 0)
-    room = Room([0, 0, 1], [[one], [one, two], [one]])
+    shared, own = (100, 0, 7), (30, 0, 0)
+    room = Room([0, 0, 1], [[shared], [shared, own], [shared]])
     assert [shared.ranks for shared in room.shared] == [[0, 1], [1], [2]]
     assert room.shortage(of(60, 30, 100)) is None
     assert room.shared[room.shortage(of(75, 30, 0))].ranks == [0, 1]
@@ -21,7 +21,7 @@ def test_who_shares():
     assert room.shared[room.shortage(of(0, 0, 101))].ranks == [2] and room.mark(room.shortage(of(0, 0, 101))) == 7
     assert room.shared[room.shortage(of(90, 20, 200))].ranks == [2]  # it lacks the most
     assert room.least() == 30
-    assert [shared.ranks for shared in Room([0, 0], [[two], [two]]).shared] == [[0], [1]]
+    assert [shared.ranks for shared in Room([0, 0], [[own], [own]]).shared] == [[0], [1]]
 
 
 def test_what_is_left_is_read_at_different_times():

@@ -11,16 +11,8 @@ import h5py
 import numpy as np
 import pytest
 import warm
-from files import assert_right, datasets, write_input, write_problems
+from files import LAYERS, ORDER, assert_right, datasets, write_input, write_problems
 from launch import environment, mpiexec, mpirun, require_launch, time_factor
-
-LAYERS = {
-    "layers/10": {"seqlen": 41},
-    "layers/2": {"seqlen": 67},
-    "layers/1": {"seqlen": 41},
-    "encoder": {"seqlen": 30, "heads": 2, "dtype": "float64", "batch": 2},
-}
-ORDER = ["encoder", "layers/1", "layers/2", "layers/10"]
 
 # The command line, in which the first rank meets a signal after so many problems: for one of them, or in the middle of
 # the next one's forward pass.

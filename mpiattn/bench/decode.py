@@ -15,7 +15,7 @@ from mpi4py import MPI
 from ..arguments.arrays import on_host
 from ..comm.agreement import agreement, everywhere
 from ..console import options
-from ..console.table import duration, facts, percent, size, table
+from ..console.table import duration, facts, percent, table
 from ..decode import combine
 from ..decode.call import DecodeCall
 from ..decode.options import DecodeArguments
@@ -24,7 +24,7 @@ from ..decode.tree import tree_decode
 from ..errors import VerificationError
 from ..problem.problem import ITEMSIZE
 from ..schedule import reduction
-from ..system.words import number
+from ..system.words import number, size
 from ..tuning.combining import combining
 from ..version import __version__
 from . import environment

@@ -22,10 +22,11 @@ import numpy as np
 from .. import backends
 from ..comm.agreement import agreement
 from ..console import options
-from ..console.table import duration, size, table
+from ..console.table import duration, table
 from ..errors import ArgumentError, VerificationError
 from ..plan.mesh_attention import MeshAttention
 from ..problem.layout import Layout
+from ..system.words import size
 from ..version import __version__
 from . import neighborhood, standalone
 from .baseline import TOLERANCE

@@ -1,8 +1,8 @@
 """The report of a benchmark, as data for JSON and as a table."""
 
-from ..console.table import duration, facts, percent, size, table
+from ..console.table import duration, facts, percent, table
 from ..problem.problem import dims_in_words
-from ..system.words import number
+from ..system.words import number, size
 from .environment import numpy_in_words
 from .summary import EMULATED
 

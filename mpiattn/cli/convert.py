@@ -21,7 +21,6 @@ import numpy as np
 
 from ..console.progress import Progress
 from ..console.suggest import ROLE
-from ..console.table import size
 from ..errors import ArgumentError, FileError
 from ..files import hdf5
 from ..files.hdf5 import AXES
@@ -31,6 +30,7 @@ from ..problem.problem import ITEMSIZE, Problem, dtype_name
 from ..system.atomic_file import HDF5, NewFile
 from ..system.closest import closest
 from ..system.launch_variables import launch_rank
+from ..system.words import size
 from .names import CUTS, TENSORS, add_names
 
 PIECE_ELEMENTS = 2**22

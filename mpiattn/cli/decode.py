@@ -25,7 +25,7 @@ from ..console import options
 from ..console.json_file import check_json, report
 from ..console.launch import on_all_ranks
 from ..console.progress import Progress
-from ..console.table import duration, facts, size
+from ..console.table import duration, facts
 from ..decode import combine
 from ..decode.cache import KVCache
 from ..decode.cache_file import load, read_cache_shapes
@@ -38,7 +38,7 @@ from ..files.shapes import order_of
 from ..problem.layout import Layout
 from ..problem.problem import Problem
 from ..schedule.reduction import ALGORITHMS
-from ..system.words import number, span
+from ..system.words import number, size, span
 from ..verify.decode import choose, verify_decode
 from ..verify.gradients import check_passed
 from .opening import origin

@@ -13,14 +13,13 @@ import numpy as np
 
 from ..console import options
 from ..console.progress import Progress
-from ..console.table import size
 from ..errors import ArgumentError
 from ..files import hdf5
 from ..files.grids import spread
 from ..problem.problem import ITEMSIZE, Problem
 from ..system.atomic_file import HDF5, NewFile
 from ..system.launch_variables import launch_rank
-from ..system.words import number
+from ..system.words import number, size
 
 PIECE_ELEMENTS = 2**22
 NAMES = "q", "k", "v", "dout"  # of tensors

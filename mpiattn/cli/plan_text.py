@@ -1,10 +1,10 @@
 """The table, legend and picture of `mpiattn plan` as text."""
 
-from ..console.table import duration, percent, size, table
+from ..console.table import duration, percent, table
 from ..model import search
 from ..schedule import travels
 from ..schedule.route import passed_on
-from ..system.words import number
+from ..system.words import number, size
 from .mesh_picture import picture
 
 LEGEND = """\

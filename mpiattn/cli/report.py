@@ -3,10 +3,10 @@
 Each rank contributes a dict: its tokens, its pairs, what it sent and waited in each pass, and its memory.
 """
 
-from ..console.table import duration, facts, percent, size
+from ..console.table import duration, facts, percent
 from ..model.machine import PRODUCTS
 from ..model.workload import balance
-from ..system.words import number, span
+from ..system.words import number, size, span
 
 AS_MUCH = 0.01  # share by which bytes may differ and still are called as many
 MASKS = ("prefix", "causal_block", "window", "mask", "softcap", "documents", "documents_k")

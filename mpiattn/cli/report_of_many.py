@@ -1,8 +1,8 @@
 """The report of `mpiattn run` about a file of many problems, from the reports of each."""
 
-from ..console.table import duration, facts, percent, size, table
+from ..console.table import duration, facts, percent, table
 from ..model.machine import PRODUCTS
-from ..system.words import number
+from ..system.words import number, size
 from .report import count_text, problem_text
 
 

@@ -20,7 +20,6 @@ class Job:
     """The ranks of this launch: comm, peers, the current phase, and the seconds of every phase.
 
     of: the part of the work that phases belong to, in words.
-
     timeout: seconds that a rank waits for others before it gives up; None: the library's default.
     """
 

@@ -26,10 +26,10 @@ def unloadable(error):
     # Without MPI, mpi4py's wheels raise RuntimeError; what is compiled with one MPI cannot be imported.
     if getattr(error, "name", None) != "mpi4py.MPI" and not str(error).startswith("cannot load MPI library"):
         return None
-    what = " ".join(str(error).removeprefix("cannot load MPI library").split())
+    reason = " ".join(str(error).removeprefix("cannot load MPI library").split())
     return (
-        f"mpi4py cannot load its MPI on {socket.gethostname()}: {what}. Nothing was done. Load the modules of the MPI "
-        "that mpi4py was installed with, and of what it is linked with, on every node; or rebuild mpi4py with the "
+        f"mpi4py cannot load its MPI on {socket.gethostname()}: {reason}. Nothing was done. Load the modules of the "
+        "MPI that mpi4py was installed with, and of what it is linked with, on every node; or rebuild mpi4py with the "
         "MPI that is there"
     )
 

@@ -1,6 +1,4 @@
-"""Results as text: tables, sizes and times."""
-
-from ..system.words import size as size
+"""Results as text: tables and times."""
 
 
 def table(rows, header=None):

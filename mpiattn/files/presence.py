@@ -94,24 +94,24 @@ def _outside(group, path, link, rest, whole, links):
     return True
 
 
-def _other_file(group, name, variable, what):
-    """The file that another one names, opened.  variable: a folder where it may be; what: begins the error."""
-    return _open(_existing(os.fsdecode(group.file.filename), name, variable), what)
+def _other_file(group, name, variable, subject):
+    """The file that another one names, opened.  variable: a folder where it may be; subject: of the error."""
+    return _open(_existing(os.fsdecode(group.file.filename), name, variable), subject)
 
 
-def _open(path, what):
-    _check_file(path, what)
+def _open(path, subject):
+    _check_file(path, subject)
     try:
         return h5py.File(path, "r")
     except OSError as error:
-        raise AbsentError(f"{what} cannot be read: {error}") from error
+        raise AbsentError(f"{subject} cannot be read: {error}") from error
 
 
-def _check_file(path, what):
+def _check_file(path, subject):
     if path is None:
-        raise AbsentError(f"{what} is not there")
+        raise AbsentError(f"{subject} is not there")
     if not os.path.isfile(path):
-        raise AbsentError(f"{what} is a folder, a pipe or a device")
+        raise AbsentError(f"{subject} is a folder, a pipe or a device")
 
 
 def _existing(path, name, variable):
@@ -147,22 +147,22 @@ def _check_virtual(data, name, links):
         if "%b" in file_name + source_name:
             return  # as many files as there are, which decide how large it is
         inside = file_name == "."
-        what = f"{name!r} is virtual: a part of it is {source_name!r} of "
-        what += "this file, which" if inside else f"the file {file_name!r}, which"
-        with nullcontext(data.file) if inside else _other_file(data, file_name, "HDF5_VDS_PREFIX", what) as other:
+        subject = f"{name!r} is virtual: a part of it is {source_name!r} of "
+        subject += "this file, which" if inside else f"the file {file_name!r}, which"
+        with nullcontext(data.file) if inside else _other_file(data, file_name, "HDF5_VDS_PREFIX", subject) as other:
             try:
                 source = other[source_name] if _leads(other, source_name, links=links + 1) else None
             except _CycleError:
                 raise
             except AbsentError as error:
-                raise AbsentError(f"{what} is not all there: {error}") from None
+                raise AbsentError(f"{subject} is not all there: {error}") from None
             if not isinstance(source, h5py.Dataset):
-                raise AbsentError(f"{what} has none")
+                raise AbsentError(f"{subject} has none")
             if not _is_limited(part):
                 known = False  # the source decides
                 continue
             if not _holds(source.shape, selected, part.get_select_npoints()):
-                raise AbsentError(f"{what} is {source.shape} there, which does not hold that part")
+                raise AbsentError(f"{subject} is {source.shape} there, which does not hold that part")
         _select(covered, part)
     if known and covered.get_select_npoints() < data.size:
         raise AbsentError(
@@ -205,11 +205,11 @@ def _check_raw_files(data, name, how):
     for i in range(how.get_external_count()):
         file_name, offset, size = how.get_external(i)
         path = os.path.join(_raw_folder(data), os.fsdecode(file_name))
-        what = f"the numbers of its dataset {name!r} are in the file {os.fsdecode(file_name)!r}, which"
-        _check_file(path if os.path.exists(path) else None, what)
+        subject = f"the numbers of its dataset {name!r} are in the file {os.fsdecode(file_name)!r}, which"
+        _check_file(path if os.path.exists(path) else None, subject)
         size = min(size, rest)  # it may be without limit
         if os.path.getsize(path) < offset + size:
-            raise AbsentError(f"{what} ends too early")
+            raise AbsentError(f"{subject} ends too early")
         rest -= size
 
 

@@ -7,10 +7,9 @@ other ranks; a Ring's row of n blocks needs n-1.
 
 import numpy as np
 
-from ..console.table import size
 from ..errors import ArgumentError
 from ..schedule.kinds import GATHERED, IN_COLUMNS, KINDS, REDUCED
-from ..system.words import number
+from ..system.words import number, size
 from .style import COLORS, GRAY, INK, PALE, POINTS, box, centred, new_figure, styled
 
 MOST_NUMBERED = 16  # with up to this many ranks every block has its rank's number and color

@@ -3,7 +3,8 @@
 The input is the command's JSON, so that bars and labels are the numbers of its table.
 """
 
-from ..console.table import duration, percent, size
+from ..console.table import duration, percent
+from ..system.words import size
 from .style import COLORS, GRAY, HATCH, INK, PALE, passes_in_words
 
 BAR = 0.17  # height of a tile's bar in inches, about

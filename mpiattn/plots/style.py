@@ -8,9 +8,10 @@ import functools
 import os
 import re
 
-from ..console.table import duration, size
+from ..console.table import duration
 from ..errors import ArgumentError
 from ..system.atomic_file import NewFile, check_target
+from ..system.words import size
 
 # Metadata that change from run to run or reveal the machine are left out of the file.
 METADATA = {

@@ -157,8 +157,8 @@ def _around(mount, path, version, swap):
 
 def _of_cgroup(folder, name, version, swap):
     names, usage, cached = VERSIONS[version]
-    found = {of: _number(folder / of) for of in names}
-    limit, of = min(((number, of) for of, number in found.items() if number is not None), default=(None, ""))
+    values = {of: _number(folder / of) for of in names}
+    limit, of = min(((number, of) for of, number in values.items() if number is not None), default=(None, ""))
     used = _number(folder / usage)
     if limit is None or limit >= UNLIMITED or used is None:
         return

@@ -59,7 +59,7 @@ class Owner(NamedTuple):
         return slurm_job.step_ended(self.job)
 
 
-class _Found(NamedTuple):
+class _Current(NamedTuple):
     """A lock that is there.
 
     name: identifies it.  owner: None if the file does not say it, and then why.  written: when, by the clock of the
@@ -94,23 +94,23 @@ class OutputLock(NamedTuple):
             for _ in range(TRIES):
                 if self._linked(draft):
                     return None
-                found = _read(self.path)
-                if found is None:  # released meanwhile
+                current = _read(self.path)
+                if current is None:  # released meanwhile
                     continue
-                if not _is_stale(found, draft):
+                if not _is_stale(current, draft):
                     break
-                if self._taken_over(argument, draft, found):
+                if self._taken_over(argument, draft, current):
                     return None
                 time.sleep(PAUSE)
-            return self._refusal(found)
+            return self._refusal(current)
         finally:
             partial_files.discard(draft)
 
     def release(self):
         """Remove it, if it is this one and not yet somebody else's."""
         with suppress(OSError):
-            found = _read(self.path)
-            if found is not None and found.name == self.name:
+            current = _read(self.path)
+            if current is not None and current.name == self.name:
                 os.unlink(self.path)
 
     def _draft(self, argument):
@@ -168,8 +168,8 @@ class OutputLock(NamedTuple):
         try:
             if of_it.take(argument) is not None:
                 return False
-            found = _read(self.path)
-            if found is None or found.name != stale.name:
+            current = _read(self.path)
+            if current is None or current.name != stale.name:
                 return False
             os.replace(draft, self.path)
         finally:
@@ -178,52 +178,52 @@ class OutputLock(NamedTuple):
             note_file("mpiattn: took over %r, the lock of %s, which has ended", self.path, stale.owner)
         return True
 
-    def _refusal(self, found):
+    def _refusal(self, current):
         advice = f"give another name, or remove {self.path!r}"
-        if found is None:
+        if current is None:
             return f"others take its lock and release it all the time; {advice}"
-        if found.owner is None:
-            return f"its lock {self.path!r} {found.why}; {advice} if no job writes the file"
-        of_job = found.owner.job.number not in (None, slurm_job.this().number)
+        if current.owner is None:
+            return f"its lock {self.path!r} {current.why}; {advice} if no job writes the file"
+        of_job = current.owner.job.number not in (None, slurm_job.this().number)
         return (
-            f"{found.owner} has been writing it since {found.owner.since}; {advice} if that "
+            f"{current.owner} has been writing it since {current.owner.since}; {advice} if that "
             f"{'job' if of_job else 'process'} has ended"
         )
 
 
-def _is_stale(found, draft):
-    if found.owner is not None:
-        return found.owner.ended()
-    return found.written is not None and os.stat(draft).st_mtime - found.written > TORN
+def _is_stale(current, draft):
+    if current.owner is not None:
+        return current.owner.ended()
+    return current.written is not None and os.stat(draft).st_mtime - current.written > TORN
 
 
 def _read(path):
-    """The `_Found` of a path; None if nothing is there."""
+    """The `_Current` of a path; None if nothing is there."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
     except OSError as error:
-        return _Found("", None, f"cannot be read: {reason(error)}")
+        return _Current("", None, f"cannot be read: {reason(error)}")
     try:
         about = os.fstat(handle)
         contents = os.read(handle, BYTES) if stat.S_ISREG(about.st_mode) else b"none"
     except OSError as error:
-        return _Found("", None, f"cannot be read: {reason(error)}")
+        return _Current("", None, f"cannot be read: {reason(error)}")
     finally:
         os.close(handle)
     if not (contents.startswith(BEGINS) or BEGINS.startswith(contents)):
-        return _Found("", None, "is no lock of mpiattn")
+        return _Current("", None, "is no lock of mpiattn")
     try:
         says = json.loads(contents)
     except ValueError:
         name = hashlib.sha256(f"{about.st_ino} {about.st_mtime_ns}".encode()).hexdigest()[:16]
-        return _Found(name, None, "is not whole: a process is writing it, or was killed meanwhile", about.st_mtime)
+        return _Current(name, None, "is not whole: a process is writing it, or was killed meanwhile", about.st_mtime)
     try:
         owner = Owner(**says | {"process": Process(**says["process"]), "job": SlurmJob(**says["job"])})
     except (KeyError, TypeError):
-        return _Found("", None, "is of another version of mpiattn")
-    return _Found(owner.mpiattn, owner)
+        return _Current("", None, "is of another version of mpiattn")
+    return _Current(owner.mpiattn, owner)
 
 
 def _user():
