@@ -144,34 +144,57 @@ def test_an_mpi_that_can_start_is_started(gtl, variables):
 LAUNCH = """
 import sys, fake_cupy
 sys.modules["cupy"] = fake_cupy
-from mpiattn.backends.cuda.backend import CudaBackend
+from mpiattn.backends.cuda.wires import Wires
+from mpiattn.comm import device_trial
 from mpiattn.system import gpu_aware_mpi, gpu_probe
-aware, answer, text, broken = sys.argv[1:5]
+aware, answer, text, broken, ipc = sys.argv[1:6]
 if aware:
     gpu_aware_mpi.gpu_aware = lambda: (True, "a test says so")
 gpu_probe.probe = lambda: {"answer": answer, "text": text}
 if broken:
-    as_it_is = CudaBackend._as_it_is
+    as_it_is = Wires._as_it_is
     def lost(self, array, after):
         return as_it_is(self, fake_cupy.empty(array.shape, array.dtype), after)
-    incoming = CudaBackend.incoming
-    CudaBackend.incoming = lambda self, array, after=(), collective=False: (
-        lost(self, array, after) if self.transport == "device" else incoming(self, array, after, collective))
+    incoming = Wires._incoming_by_mpi
+    Wires._incoming_by_mpi = lambda self, array, after, collective=False: (
+        lost(self, array, after) if self.by_mpi == "device" else incoming(self, array, after, collective))
+seconds = device_trial.seconds
+def timed(peers, nodes, backend):
+    assert seconds(peers, nodes, backend) > 0
+    return {"device": 16 * 2**20 / 50e9, "ipc": 16 * 2**20 / float(ipc)}[backend.transport]
+device_trial.seconds = timed
 from mpiattn.cli import main
-sys.exit(main(sys.argv[5:]))
+sys.exit(main(sys.argv[6:]))
 """
-CASES = {
-    "not aware": ("", "yes", "", "", "ipc: this MPI does not take device memory"),
-    "aware": ("1", "yes", "a child process sent", "", "device: a test says so; a child process sent"),
-    "crashes": ("1", "no", "a child process was ended by SIGSEGV", "", "ipc: a child process was ended by SIGSEGV"),
+BUSY = "all GPUs are busy"
+CASES = {  # of an MPI that moves 50 GB/s between ranks of a node: the arguments of LAUNCH, and what is said
+    "not aware": ("", "yes", "", "", "1", "ipc: this MPI does not take device memory"),
+    "aware": (
+        "1",
+        "yes",
+        "a child sent",
+        "",
+        "60e9",
+        "device: a test says so; a child sent; between ranks of a node 50 GB/s by MPI, 60 GB/s by CUDA IPC",
+    ),
+    "slower": (
+        "1",
+        "yes",
+        "a child sent",
+        "",
+        "200e9",
+        "ipc: a test says so; a child sent; between ranks of a node 50 GB/s by MPI, 200 GB/s by CUDA IPC",
+    ),
+    "crashes": ("1", "no", "a child was ended by SIGSEGV", "", "1", "ipc: a child was ended by SIGSEGV"),
     "unknown": (
         "1",
         "unknown",
-        "all GPUs are busy",
+        BUSY,
         "",
-        "device: a test says so; all GPUs are busy; tried by the ranks themselves",
+        "1e9",
+        f"device: a test says so; {BUSY}; tried by the ranks themselves; between ranks of a node 50 GB/s by MPI",
     ),
-    "lost": ("1", "unknown", "all GPUs are busy", "1", "ipc: what the ranks sent each other did not arrive"),
+    "lost": ("1", "unknown", BUSY, "1", "1", "ipc: what the ranks sent each other did not arrive"),
 }
 
 
@@ -179,12 +202,12 @@ CASES = {
 @pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_says_which_transport_it_takes_and_why(tmp_path, case):
-    aware, answer, text, broken, expected = CASES[case]
+    aware, answer, text, broken, ipc, expected = CASES[case]
     source = write_input(tmp_path / "in.h5", seqlen=43, kv_heads=2, heads=4, head_dim=16)
     words = "run", source, tmp_path / "out.h5", "--backend", "cuda", "--verify", "--json", tmp_path / "run.json"
     outcome = mpirun(
         2,
-        [sys.executable, "-c", LAUNCH, aware, answer, text, broken, *words],
+        [sys.executable, "-c", LAUNCH, aware, answer, text, broken, ipc, *words],
         env={"PYTHONPATH": os.pathsep.join(map(str, (ROOT, TESTS)))},
     )
     lines = [line for line in outcome.stdout.splitlines() if line.startswith("transport")]
@@ -202,8 +225,7 @@ def test_a_run_says_which_transport_it_takes_and_why(tmp_path, case):
 @pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
 def test_one_rank_tries_nothing():
     words = (
-        *"1 unknown busy".split(),
-        "",
+        *("1", "unknown", "busy", "", "1"),
         *"bench --decode --backend cuda --seqlen 9 --heads 1 --head-dim 16 --runs 1".split(),
     )
     outcome = mpirun(

@@ -1,20 +1,29 @@
-"""Whether MPI carries device memory between the ranks, tried by the ranks themselves.
+"""What ranks find out about device memory by sending each other some: whether MPI carries it, and how fast it travels.
 
 The probe in a child process (`mpiattn.system.gpu_probe`) comes first, because a crash there harms nobody.  But a child
 cannot always be run: a GPU may be reserved for one process, and some MPIs start only under their launcher.  Then the
 ranks try, if their MPI says that it takes device memory.  A crash would end the job, so a message goes before, which
 says what is tried and how to do without.
+
+An MPI that takes device memory may still send it through the host (UCX without its CUDA transports does).  So where
+GPUs can copy from each other too, both ways are timed.
 """
 
 import sys
+from time import perf_counter as clock
 
 import numpy as np
+from mpi4py import MPI
 
 from ..system.gpu_probe import SIZES
 from .agreement import agreement
 from .exchange import Exchange
+from .peers import translate_ranks
 
 TAG = 0  # for messages on the communicator's duplicate, where no call is running
+TIMED = 16 * 2**20  # bytes that every rank sends while it is timed
+TIMES = 4  # the first makes connections, the fastest counts
+_TIMED: dict[tuple[int, ...], tuple[float, float]] = {}  # by the ranks of COMM_WORLD and the GPU of this one
 
 
 def succeeds(peers, backend, why):
@@ -29,21 +38,67 @@ def succeeds(peers, backend, why):
             file=sys.stderr,
             flush=True,
         )
-    after, before = (peers.rank + 1) % peers.size, (peers.rank - 1) % peers.size
-    exchange, wrong = Exchange(peers), False
+    ring, exchange, wrong = range(peers.size), Exchange(peers), False
     for size in SIZES:
         with agreement(peers):
             sent = backend.contiguous(_bytes(peers.rank, size))
             taken = backend.empty((size,), "uint8")
             backend.zero((taken,))
-        backend.begin()
-        posted = exchange.receive(peers.comm, backend.incoming(taken), before, TAG)
-        posted += exchange.send(peers.comm, backend.outgoing(sent), after, TAG)
-        exchange.wait(posted, "trying MPI on device memory")
-        backend.sent(sent)
-        backend.wait(backend.arrived(taken))
+        before = _pass_on(exchange, ring, backend, sent, taken)
         wrong |= not np.array_equal(taken.get(), _bytes(before, size))
     return not peers.largest([wrong])[0]
+
+
+def compared(peers, nodes, backend, connected):
+    """`seconds` of a back end, and of one like it whose GPUs copy from each other; collective.
+
+    connected: makes that one.  The same ranks are timed once.
+    """
+    ranks = translate_ranks(peers.comm, range(peers.size), MPI.COMM_WORLD)
+    key = *ranks, backend.device
+    if not all(peers.allgather(key in _TIMED)):
+        with agreement(peers):
+            other = connected()
+        took = seconds(peers, nodes, backend), seconds(peers, nodes, other)
+        other.close()
+        if MPI.UNDEFINED in ranks:  # processes that were started later
+            return took
+        _TIMED[key] = took
+    return _TIMED[key]
+
+
+def seconds(peers, nodes, backend):
+    """Seconds in which all ranks together pass `TIMED` bytes on to the next rank of their node; collective.
+
+    nodes: the node of every rank.
+    """
+    ring, exchange = [rank for rank in range(peers.size) if nodes[rank] == nodes[peers.rank]], Exchange(peers)
+    with agreement(peers):
+        sent, taken = (backend.empty((TIMED,), "uint8") for _ in range(2))
+        backend.zero((sent, taken))
+    took, idle, peers.idle = [], peers.idle, backend.idle  # ranks wait as in the calls of a plan
+    for _ in range(TIMES):
+        peers.barrier()
+        start = clock()
+        if len(ring) > 1:
+            _pass_on(exchange, ring, backend, sent, taken)
+        took.append(peers.largest([1e9 * (clock() - start)])[0])
+    peers.idle = idle
+    return max(1, min(took)) / 1e9
+
+
+def _pass_on(exchange, ring, backend, sent, taken):
+    """Send an array to the next of the ranks in `ring`, and wait for that of the one before, which is returned."""
+    peers = exchange.peers
+    place = ring.index(peers.rank)
+    before, after = ring[place - 1], ring[(place + 1) % len(ring)]
+    backend.begin()
+    posted = exchange.receive(peers.comm, backend.incoming(taken), before, TAG)
+    posted += exchange.send(peers.comm, backend.outgoing(sent), after, TAG)
+    exchange.wait(posted, "trying device memory")
+    backend.sent(sent)
+    backend.wait(backend.arrived(taken))
+    return before
 
 
 def _bytes(rank, size):

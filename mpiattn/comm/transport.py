@@ -1,7 +1,8 @@
 """Transports of device memory, and their choice.
 
     device  MPI takes device memory
-    ipc     GPUs of ranks of one node copy from each other by CUDA IPC, messages between nodes are staged
+    ipc     GPUs of ranks of one node copy from each other by CUDA IPC; MPI carries messages between nodes, staged, or
+            from device memory where "auto" has found that it can, but is slower within a node
     staged  through host memory
 
 Only a back end with a device has a transport.  All ranks must choose the same, since it determines how messages are
@@ -18,6 +19,7 @@ from .available import agreed_backend
 from .near import connect
 
 TRANSPORTS = ("auto", "staged", "ipc", "device")
+CLEARLY = 0.8  # of MPI's time: transport "auto" lets GPUs copy from each other if that takes less
 _probed: dict[str, str] = {}  # the result of the probe, which runs once per process
 
 
@@ -66,35 +68,57 @@ def make_backend(peers, nodes, name, transport, known=None):
     known = known or Known()
     if name not in known.names:
         known.names[name] = agreed_backend(peers, name)
-    given, name, asked, why, sure = name, known.names[name], transport, "as asked for", True
-    on_gpu = backends.find(name).on_gpu
-    if on_gpu and asked == "auto":
-        transport, why, sure = _chosen(peers)
+    if backends.find(known.names[name]).on_gpu:
+        backend = _on_gpu(peers, nodes, known.names[name], transport, known)
+        sends = f", transport {in_words(backend)}"
+    else:
+        with agreement(peers):
+            backend = local_backend(peers.rank, nodes, known.names[name], transport)
+        sends = ""
+    note(INFO, peers.rank, "back end %s%s; asked for: %s, transport %s", backend.name, sends, name, transport)
+    return backend
+
+
+def _on_gpu(peers, nodes, name, asked, known):
+    """A new back end on this rank's GPU with the transport asked for; collective."""
+    by_mpi, why, sure = ("device" if asked == "device" else "staged"), "as asked for", True
+    if asked == "auto":
+        by_mpi, why, sure = _chosen(peers)
     with agreement(peers):
-        backend = local_backend(peers.rank, nodes, name, "staged" if transport == "ipc" else transport)
+        backend = local_backend(peers.rank, nodes, name, by_mpi)
     if not sure:
         from . import device_trial  # only here, as it loads MPI, and commands name transports before that
 
         if not device_trial.succeeds(peers, backend, why):
             backend.close()
-            transport, why = "staged", f"what the ranks sent each other did not arrive as it was ({why})"
+            why = f"what the ranks sent each other did not arrive as it was ({why})"
             with agreement(peers):
-                backend = local_backend(peers.rank, nodes, name, transport)
-    if on_gpu and (asked == "ipc" or (asked == "auto" and transport == "staged")):
+                backend = local_backend(peers.rank, nodes, name, "staged")
+    if asked in ("auto", "ipc"):
         near, lacking = known.near_for(peers, nodes, backend)
-        if near is not None:
-            backend.connect(near)
-            why = f"{why}; ranks of a node copy from each other's GPU" if asked == "auto" else why
-        elif asked == "ipc":
+        if near is None and asked == "ipc":
             backend.close()
             raise everywhere(ArgumentError(f"transport is 'ipc', but {lacking}; take 'staged' or 'auto'"), peers)
-        else:
+        if near is None and backend.by_mpi == "staged":
             why = f"{why}, and no CUDA IPC: {lacking}"
-    if on_gpu:
-        backend.transport_why = why
-    sends = f", transport {in_words(backend)}" if on_gpu else ""
-    note(INFO, peers.rank, "back end %s%s; asked for: %s, transport %s", backend.name, sends, given, asked)
+        elif near is not None:
+            faster, than = _is_faster(peers, nodes, backend, near)
+            if faster:
+                backend.connect(near)
+            why += than if asked == "auto" else ""
+    backend.transport_why = why
     return backend
+
+
+def _is_faster(peers, nodes, backend, near):
+    """Whether copies from GPU to GPU are faster than MPI between ranks of a node, and why in words; collective."""
+    if backend.by_mpi == "staged":
+        return True, "; ranks of a node copy from each other's GPU"
+    from .device_trial import TIMED, compared
+
+    mpi, ipc = compared(peers, nodes, backend, lambda: another(backend, peers.rank, nodes, near))
+    rates = (f"{TIMED / seconds / 1e9:.3g} GB/s" for seconds in (mpi, ipc))
+    return ipc < CLEARLY * mpi, "; between ranks of a node {} by MPI, {} by CUDA IPC".format(*rates)
 
 
 def local_backend(rank, nodes, name, transport):
@@ -102,14 +126,16 @@ def local_backend(rank, nodes, name, transport):
     return backends.get(name, transport, sum(node == nodes[rank] for node in nodes[:rank]))
 
 
-def another(backend, rank, nodes):
-    """A new back end like one of this rank, with its transport.  Not collective.  Raises ArgumentError."""
-    near = backend.near if backend.transport == "ipc" else None
-    made = local_backend(rank, nodes, backend.name, "staged" if near else backend.transport)
-    if near:
-        made.connect(near)
+def another(backend, rank, nodes, near=None):
+    """A new back end like one of this rank, with its transport.  Not collective.  Raises ArgumentError.
+
+    near: ranks to copy from GPU to GPU with; else those of that back end, if it has some.
+    """
+    made = local_backend(rank, nodes, backend.name, backend.by_mpi if backend.transport else "auto")
     if made.transport:
         made.transport_why = backend.transport_why
+        if near or backend.near:
+            made.connect(near or backend.near)
     return made
 
 

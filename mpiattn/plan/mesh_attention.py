@@ -93,7 +93,7 @@ class MeshAttention(Lifetime):
         backend: "cpu" (compiled kernels), "numpy", "auto" ("cpu" where every rank has it, else "numpy") or "cuda"
         (no float64, dims to 256), which takes NumPy arrays and, without a copy, GPU arrays of CuPy, torch and others,
         and returns arrays on the GPU, of q's library where that can have them, else of CuPy.
-        transport of "cuda": "device" (MPI gets GPU memory), "ipc" (CUDA IPC inside nodes), "staged"; "auto": the first.
+        transport of "cuda": "device" (MPI gets GPU memory), "ipc" (CUDA IPC inside nodes), "staged"; "auto": by trial.
     max_message, max_memory : int or str, default "1G" and None
         Bytes, also as "512M" or "1.5G".  max_message: of the longest MPI message.  Collectives, scatter and gather
         split down to one token's row.  max_memory: that a rank may need, without scratch; tiles, schedules and

@@ -51,7 +51,7 @@ if TRANSPORT == "ipc":  # messages of several pieces, and more of them than slot
     from mpiattn.backends.cuda import slots
 
     slots.BYTES, slots.NUMBER = 600, 3
-if TRANSPORT == "staged":  # what "auto" takes, although ranks that share a GPU can read each other's memory
+if TRANSPORT in ("staged", "device"):  # what "auto" takes, although ranks of a node can read each other's memory
     from mpiattn.comm import transport
 
     transport.connect = lambda *arguments: (None, "a test says so")

@@ -15,7 +15,7 @@ from runs import check
 
 from mpiattn import ArgumentError, KVCache, Layout, MeshAttention, PeerFailure, backends
 from mpiattn.arguments.arrays import on_host
-from mpiattn.comm import mesh
+from mpiattn.comm import device_trial, mesh, transport
 from mpiattn.comm.acks import Acks
 
 pytestmark = [
@@ -161,6 +161,37 @@ def test_two_nodes(comm, fresh, at_least, monkeypatch, schedule):
         assert set(plan._backend.near.opened) == {r for r in range(comm.size) if nodes[r] == nodes[comm.rank]} - {
             comm.rank
         }
+
+
+@pytest.mark.parametrize("schedule", ["greedy", "collective"])
+def test_an_mpi_that_is_slower_within_nodes(comm, fresh, at_least, monkeypatch, schedule):
+    """It carries device memory between nodes all the same; the same ranks are timed once."""
+    at_least(3)
+    from mpiattn.system import gpu_aware_mpi, gpu_probe
+
+    nodes = [int(rank >= 2) for rank in range(comm.size)]
+    monkeypatch.setattr(mesh, "nodes_of", lambda peers: nodes[: peers.size])
+    monkeypatch.setattr(gpu_aware_mpi, "gpu_aware", lambda: (True, "a test says so"))
+    monkeypatch.setattr(gpu_probe, "probe", lambda: {"answer": "yes", "text": "and that it works"})
+    monkeypatch.setattr(transport, "_probed", {})
+    monkeypatch.setattr(device_trial, "_TIMED", {})
+    monkeypatch.setattr(device_trial, "TIMED", 2500)  # several pieces of several slots
+    monkeypatch.setattr(transport, "CLEARLY", np.inf)
+    timed, seconds = [], device_trial.seconds
+    monkeypatch.setattr(device_trial, "seconds", lambda *given: timed.append(given[-1].transport) or seconds(*given))
+    shape = {"seqlen": 43, "heads": 4, "kv_heads": 2, "head_dim": 16, "causal": True, "backends": ("cuda",)}
+    layout = Layout("contiguous", 43, comm.size, (20, 0, 23, *[0] * comm.size)[: comm.size])
+    check(fresh, **shape, tile="auto", layout=layout, schedule=schedule)
+    with MeshAttention(fresh, **SHAPE, schedule="greedy") as plan, plan.like(seqlen=30) as other:
+        for made in (plan, other):
+            assert right(made) and made._backend.by_mpi == "device"
+            assert made.transport.startswith("ipc: a test says so; and that it works; between ranks of a node ")
+            assert re.search(r" \S+ GB/s by MPI, \S+ GB/s by CUDA IPC$", made.transport)
+        assert not plan._backend.staged_bytes, "nothing has gone through the host"
+    assert timed == ["device", "ipc"]
+    monkeypatch.setattr(transport, "CLEARLY", 0)
+    with MeshAttention(fresh, **SHAPE, schedule="greedy") as plan:
+        assert plan.transport.startswith("device: a test says so") and right(plan)
 
 
 def test_ranks_that_are_alone(comm, fresh, monkeypatch):

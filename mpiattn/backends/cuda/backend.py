@@ -10,23 +10,21 @@ Results are memory of the caller's library, see `callers`.
 
 import os
 from contextlib import contextmanager, suppress
-from functools import partial, wraps
+from functools import wraps
 
 import numpy as np
 
 from ...errors import ArgumentError, MpiattnError
 from ...model.machine import H100, H100_STAGED
 from ...problem.tensors import is_tensor
-from ..wire import WireBytes
 from . import kernel_source
 from .arrays import as_cupy, check_bfloat16, missing
 from .callers import Callers
 from .devices import choose_device, stay_on
-from .ipc import Ipc
 from .kernels import KernelLaunches
 from .slots import opened, slots_of
-from .staging import Staging
 from .uploads import Uploads
+from .wires import Wires
 
 CAPABILITY = 80  # the minimum compute capability that the kernels are compiled for
 STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel may use without an explicit request
@@ -104,12 +102,11 @@ def _wait_for(stream, events):
 class CudaBackend(_CupyLaunches):
     """The protocol of `mpiattn.backends.base` on one GPU.
 
-    transport: "device" passes device arrays to MPI, except in collectives, because no MPI's nonblocking collectives
-    reliably take device memory.  "staged" passes pinned host memory.  "auto" means "staged" here, where there is no
-    MPI to ask.  `connect` makes it "ipc": GPUs of ranks of one node copy from each other, all else is staged.
+    transport: "device" or "staged", see `wires.Wires`.  "auto" means "staged" here, where there is no MPI to ask.
     local_rank: see `devices.choose_device`.
 
-    stream: the stream of the launches.  device: the number of the GPU.  Raises ArgumentError if the GPU is too old.
+    stream: the stream of the launches.  begun: the event of the start of the library call.  device: the number of the
+    GPU.  Raises ArgumentError if the GPU is too old.
     """
 
     name = "cuda"
@@ -139,7 +136,6 @@ class CudaBackend(_CupyLaunches):
         import cupy
 
         self.cupy = cupy
-        self.transport = "staged" if transport == "auto" else transport
         self.device = choose_device(self.cupy, local_rank)
         cuda, self._functions = self.cupy.cuda, {}
         device = cuda.Device(self.device)
@@ -155,9 +151,9 @@ class CudaBackend(_CupyLaunches):
         with device:
             self.stream, self._out, self._in = (cuda.Stream(non_blocking=True) for _ in range(3))
         self._callers = Callers(self.cupy, self.device)
-        self._staging, self._ipc = Staging(self, self._out, self._in), None
+        self._wires = Wires(self, "staged" if transport == "auto" else transport, self._out, self._in)
         self._uploads = Uploads(self)
-        self._begun = self.event(self.stream)  # the start of the library call
+        self.begun = self.event(self.stream)
 
     @property
     def assumed_machine(self):
@@ -195,7 +191,7 @@ class CudaBackend(_CupyLaunches):
     @property
     def staged_bytes(self):
         """Bytes of pinned host memory that are allocated."""
-        return self._staging.nbytes
+        return self._wires.staging.nbytes
 
     def empty(self, shape, dtype):
         with self._on(self.stream):
@@ -270,9 +266,9 @@ class CudaBackend(_CupyLaunches):
 
     def begin(self):
         self._wait_for_callers()
-        self._begun = self.event(self.stream)
+        self.begun = self.event(self.stream)
         for stream in (self._out, self._in):
-            _wait_for(stream, [self._begun])
+            _wait_for(stream, [self.begun])
 
     def finish(self):
         _wait_for(self.stream, [self.event(self._in)])
@@ -316,18 +312,23 @@ class CudaBackend(_CupyLaunches):
         """That of another process, opened here; raises whatever CUDA does if it cannot be."""
         return opened(self.cupy, self.device, handles)
 
+    @property
+    def transport(self):
+        return self._wires.transport
+
+    @property
+    def by_mpi(self):
+        """ "device" or "staged": the transport of what MPI carries."""
+        return self._wires.by_mpi
+
     def connect(self, near):
         """Take the transport "ipc" with these ranks, a `mpiattn.comm.near.Near`.  Raises ArgumentError."""
-        if near.device != self.device:
-            raise ArgumentError(
-                f"the current GPU is {self.device}; it must be {near.device}, through which other ranks are reached"
-            )
-        self.transport, self._ipc = "ipc", Ipc(self, self._out, self._in, near)
+        self._wires.connect(near)
 
     @property
     def near(self):
         """What `connect` was given; None before."""
-        return self._ipc and self._ipc.near
+        return self._wires.near
 
     def _done(self, event):
         """Whether an event is done; raises if the GPU has failed, because the event would then never be done."""
@@ -340,41 +341,17 @@ class CudaBackend(_CupyLaunches):
         """Whether events are done; raises as `wait`."""
         return all(event is None or self._done(event) for event in events)
 
-    def _as_it_is(self, array, after):
-        """`WireBytes` of a device array.  MPI does not know streams, so `ready` lets the host wait for the events."""
-        events = after or (self._begun,)
-        return WireBytes(array.reshape(-1).view(np.uint8), lambda start, stop: partial(self.all_done, events))
-
     def outgoing(self, array, after=(), collective=False):
-        if self.transport == "device" and not collective:
-            return self._as_it_is(array, after)
-        if self.transport == "ipc" and not collective:
-            return WireBytes(None, by_peer=partial(self._outgoing_to, array, after))
-        return self._staging.outgoing(array, after)
-
-    def _outgoing_to(self, array, after, rank):
-        if rank in self._ipc.near.opened:
-            self._staging.count(array)
-            return self._ipc.outgoing(array, after or (self._begun,), rank)
-        return self._staging.outgoing(array, after)
+        return self._wires.outgoing(array, after, collective)
 
     def sent(self, array):
-        self._staging.sent(array)
+        self._wires.staging.sent(array)
 
     def incoming(self, array, after=(), collective=False):
-        if self.transport == "device" and not collective:
-            return self._as_it_is(array, after)
-        if self.transport == "ipc" and not collective:
-            return WireBytes(None, by_peer=partial(self._incoming_from, array, after))
-        return self._staging.incoming(array, after)
-
-    def _incoming_from(self, array, after, rank):
-        if rank in self._ipc.near.opened:
-            return self._ipc.incoming(array, after, rank)
-        return self._staging.incoming(array, after)
+        return self._wires.incoming(array, after, collective)
 
     def arrived(self, array):
-        return self._staging.arrived(array)
+        return self._wires.staging.arrived(array)
 
     def forget(self, array):
         pass
@@ -391,9 +368,9 @@ class CudaBackend(_CupyLaunches):
 
     def close(self):
         with suppress(MpiattnError):  # calls that waited have already raised it
-            if self._ipc is None or self._ipc.quiet():
+            if self._wires.quiet():
                 self.drain()
-        self._staging.clear()
+        self._wires.staging.clear()
         self._work_array.clear()
         self._works.clear()
         self._functions.clear()
