@@ -59,7 +59,7 @@ def run_all(folder, *options, code=0, **more):
 
 
 def program(path, text):
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
 
@@ -235,6 +235,35 @@ def test_sanitizer(tmp_path):
     assert called[0].startswith("unpooled --tool memcheck --report-api-errors no --error-exitcode 9")
     assert done["memcheck-pages"]["record"]["result"] == "3 passed in 1.00s; ERROR SUMMARY: 0 errors"
     assert done["racecheck-pages"]["status"] == "failed" and "no summary" in done["racecheck-pages"]["why"]
+
+
+MPS = """
+read word
+echo "$CUDA_MPS_PIPE_DIRECTORY $* $word" >>{0}/called
+test "$word" != get_server_list || echo {1}
+"""
+
+
+@pytest.mark.parametrize("server", ["4711", ""])
+def test_mps(tmp_path, server):
+    """Ranks use it if a program has; else it is stopped, and they do without.  It ends with the command."""
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "cupy.py").write_text("import numpy\narange = numpy.arange\n")
+    program(tmp_path / "bin" / "nvidia-cuda-mps-control", MPS.format(tmp_path, server))
+    program(
+        tmp_path / "work" / "site" / "bin" / "mpiexec",
+        f"echo rank $CUDA_MPS_PIPE_DIRECTORY >>{tmp_path}/called; echo === 1 passed ===",
+    )
+    done, _ = run_all(tmp_path, "--sections", "mps", "ranks-decode", path=tmp_path / "bin", code=int(not server))
+    folder = tmp_path / "work" / "mps"
+    expected = [f"{folder}  quit", f"{folder} -d ", f"{folder}  get_server_list"]
+    expected += [f"rank {folder}", f"{folder}  quit"] if server else [f"{folder}  quit", "rank", f"{folder}  quit"]
+    assert (tmp_path / "called").read_text().splitlines() == expected
+    if server:
+        assert done["mps"]["record"]["result"].startswith("server 4711")
+    else:
+        assert done["mps"]["status"] == "failed" and "not through MPS" in done["mps"]["why"]
+    assert done["ranks-decode"]["status"] == "passed"
 
 
 def test_a_run_that_is_ended(tmp_path):

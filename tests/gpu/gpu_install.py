@@ -32,6 +32,15 @@ HELLO = (
 )
 
 
+def found(name):
+    """The path of a program of CUDA's."""
+    places = [shutil.which(name), *map(str, Path("/usr/local").glob(f"cuda*/bin/{name}"))]
+    program = next((place for place in places if place and os.access(place, os.X_OK)), None)
+    if program is None:
+        raise Skip(f"{name} is neither on PATH nor in /usr/local/cuda*/bin")
+    return program
+
+
 def greeting(text):
     """What HELLO's first rank says, among what its MPI may say."""
     line = next((line for line in text.splitlines() if "add up to" in line), "no rank has answered")

@@ -71,6 +71,7 @@ SECTIONS = {
     "racecheck-pages": Section(
         "sanitizer", 60, 150, "the same, keys in pages", Work.sanitize, ("racecheck", BLOCKS, FEW_PAGES)
     ),
+    "mps": Section("ranks", 5, 60, "MPS, with which ranks use the GPU at the same time", Work.together),
     **{
         f"ranks-{file[5:-3]}": Section("ranks", 60, 200, f"four ranks, staged: tests/mpi/{file}", Work.ranks, (file,))
         for file in CASES

@@ -3,12 +3,12 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from gpu_install import HELLO, Installed, greeting
+from gpu_install import HELLO, Installed, found, greeting
+from gpu_mps import Mps
 from gpu_sections import Skip
 from rank_cases import CASES
 
@@ -29,20 +29,12 @@ print(json.dumps({"count": count, "name": of["name"].decode(), "memory": of["tot
 PYTEST = ("-m", "pytest", "-v", "--color=no", "--tb=short", "--durations=5", "-p", "no:cacheprovider")
 
 
-def found(name):
-    """The path of a program of CUDA's."""
-    places = [shutil.which(name), *map(str, Path("/usr/local").glob(f"cuda*/bin/{name}"))]
-    program = next((place for place in places if place and os.access(place, os.X_OK)), None)
-    if program is None:
-        raise Skip(f"{name} is neither on PATH nor in /usr/local/cuda*/bin")
-    return program
-
-
 class Work:
     """What the sections do: methods of `run(words, seconds, **environment)`, `record` and their own arguments."""
 
     def __init__(self, args):
         self.args, self.installed, self.no_gpu, self.architecture = args, Installed(args.work), "", "sm_90"
+        self.mps = Mps(args.work / "mps")
         self.threads = "1" if args.quick else str(max(1, len(os.sched_getaffinity(0)) // 2))  # of references
 
     def environment(self, **options):
@@ -125,7 +117,7 @@ class Work:
             words += ["-n", str(max(1, len(os.sched_getaffinity(0)) - 2))]
         if ranks:
             words = [self.installed.mpiexec(ranks[1]), "-n", ranks[0], *words]
-            environment |= {"mpi": ranks[1], "OPENBLAS_NUM_THREADS": "1"}
+            environment |= {"mpi": ranks[1], "OPENBLAS_NUM_THREADS": "1", **self.mps.variables}
 
         def read(text):
             counts = re.findall(r"^=+ (.*(?:passed|failed|skipped|error).*?) =+$", text, re.MULTILINE)
@@ -148,6 +140,10 @@ class Work:
             MPIATTN_BACKENDS=self.args.backend,
             MPIATTN_TRANSPORT=transport,
         )
+
+    def together(self, run, record):
+        """Let ranks use the GPU at the same time."""
+        self.mps.start(run, record)
 
     def openmpi(self, run, record):
         """An Open MPI with CUDA."""

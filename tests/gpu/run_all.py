@@ -97,6 +97,14 @@ def main():
     known = facts(ROOT, [])
     args.results = args.work / f"results-{known['source']}"
     results, work = Results(args.results, args.out.resolve(), known), Work(args)
+    try:
+        return run_sections(args, start, results, work)
+    finally:
+        work.mps.stop()
+
+
+def run_sections(args, start, results, work):
+    """The chosen sections in turn; returns the exit code.  start: of the command, on time.monotonic's clock."""
     # what prepares is a part of the first group
     group = next((SECTIONS[name].group for name in args.chosen if name not in PREPARATIONS), "smoke")
     began, failed = {}, False
