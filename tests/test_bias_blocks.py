@@ -144,7 +144,7 @@ def close(dtype, got, right):
         assert error(array, ref) <= tolerance(dtype) * max(largest(ref), 1)
 
 
-@pytest.mark.draw(24)
+@pytest.mark.draw(8)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("case", CASES)
 def test_a_bias_and_its_gradient(backend, case, shape):  # noqa: F811

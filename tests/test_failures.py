@@ -114,7 +114,7 @@ def test_one_message_and_no_out(tmp_path, phase, victim_and_fate):
 
 def test_timeout_must_be_a_time(tmp_path):
     source = write_input(tmp_path / "in.h5")
-    for wrong, code in (("0", 1), ("nan", 1), ("-3", 1), ("soon", 2)):
+    for wrong, code in (("0", 1), ("nan", 1), ("soon", 2)):
         outcome = launch.mpirun(
             2,
             [sys.executable, "-m", "mpiattn", "run", source, tmp_path / "out.h5", f"--timeout={wrong}"],

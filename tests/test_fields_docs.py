@@ -65,6 +65,7 @@ def dense(cyclic):
     return np.array(norms)
 
 
+@pytest.mark.draw(2)
 @pytest.mark.parametrize(
     "ranks, cyclic, options", [(1, (0, 1), []), (4, (0, 1), ["--tile", "ring"]), (6, (0, 1), []), (2, (1,), [])]
 )

@@ -30,6 +30,7 @@ else:
 """
 
 
+@pytest.mark.draw(2)
 @pytest.mark.parametrize(
     "entry, fate", [("plan", "sleeps"), ("plan", "stopped"), ("cache", "sleeps"), ("call", "stopped")]
 )

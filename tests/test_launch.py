@@ -13,7 +13,8 @@ import launch
 import pytest
 
 pytestmark = pytest.mark.workshop
-WHOLE = (2,)  # rank counts that run all tests
+WHOLE = (2,)  # rank counts that run all tests, of each up to SOME cases
+SOME = 4
 BRIEF = 1, 3, 4  # that run few by default, a case of each, the others with --slow; one in turn runs those of any number
 MORE = 5, 6, 7, 8, 12  # that run few, a case of each, with --slow
 CHOSEN = os.environ.get("MPIATTN_RANKS")
@@ -52,7 +53,7 @@ def run_multi_rank(pytestconfig):
 @pytest.mark.parametrize("n", [n for n in RANKS if CHOSEN or n not in MORE])
 def test_multi_rank(run_multi_rank, n):
     if CHOSEN or n in WHOLE:
-        run_multi_rank(n)
+        run_multi_rank(n, most=None if CHOSEN else SOME)
     else:
         run_multi_rank(n, "-m", FEW if n == BRIEF[draws.seed() % len(BRIEF)] else "group", most=1)
 

@@ -42,6 +42,7 @@ def draw(rng, several):
     return problem, mask, *layouts
 
 
+@pytest.mark.draw(120)
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("seed", range(240))
 def test_random(seed, several, monkeypatch):

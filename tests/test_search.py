@@ -60,6 +60,7 @@ def draw(rng):
     return problem, ranks, how
 
 
+@pytest.mark.draw(8)
 @pytest.mark.parametrize("seed", range(30))
 def test_the_same_best_choice(seed):
     """Bit for bit, of all and of every tile, with and without a limit for memory."""

@@ -47,6 +47,7 @@ def draw(rng, number, tiles, apart):
     return Made(number, rng.randint(0, tiles), rng.choice(SCHEDULES), seconds, sent, rng.randint(1, 3), least)
 
 
+@pytest.mark.draw(8)
 @pytest.mark.parametrize("seed", range(20))
 def test_the_same_best(seed, monkeypatch):
     """Of all cases, and of every tile."""

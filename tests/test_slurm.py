@@ -116,6 +116,7 @@ def test_ranks_threads_and_devices(submit, tmp_path, site, launcher):
     assert [of_one_node.count(said.format(node)) for node in ("n1", "n2")] == [2, 0], job.log
 
 
+@pytest.mark.draw(1, slow=1)
 @pytest.mark.parametrize(
     "variables, counts, options",
     [

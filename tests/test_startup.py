@@ -48,7 +48,7 @@ def of_another_mpi():
     return "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI"
 
 
-@pytest.mark.draw(4)
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("launcher, command", list(product(["srun", "mpiexec"], COMMANDS)))
 def test_ranks_that_do_not_know_of_each_other_do_nothing(tmp_path, launcher, command):
     launch.require_launch()
