@@ -185,7 +185,7 @@ def test_case_26_different_at_a_call(group):
         ({"cu_seqlens": [0, 30, 20]}, "cu_seqlens is"),
         ({"cu_seqlens": [0, 99]}, "positions from 0 to 24"),
         ({"cu_seqlens": [0.5, 3]}, "whole numbers"),
-        ({"lengths": [3]}, "2 numbers from 0 to 24"),
+        ({"lengths": [3]}, "it must be a sequence of 2 numbers from 0 to 24, one for each entry of the batch"),
         ({"cu_seqlens": [0, 24], "lengths": [1, 2]}, "lengths and cu_seqlens are both given"),
         ({"cu_seqlens_k": [0, 24]}, "without cu_seqlens"),
         ({"cu_seqlens": [[0, 4]]}, "one for each of 2"),
