@@ -169,6 +169,7 @@ def test_case_26_different_at_a_call(group):
             ("documents", {"lengths": [9]} if odd else {}),
             ("sinks", {"sinks": np.full(4, 1 + odd, np.float32)}),
             ("sinks", {"sinks": np.ones(4, np.float32)} if odd else {}),
+            ("progress is True; it must be a function, or None", {"progress": True} if odd else {}),
         ):
             for call in (
                 lambda given=given: plan.forward(*chunks[:3], **given),
