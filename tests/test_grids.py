@@ -58,9 +58,9 @@ def test_a_field_without_its_grid(tmp_path, axes, shape):
     with h5py.File(tmp_path / "in.h5", "w") as file:
         for name in "qkv":
             file[name] = np.zeros(shape, np.float32)
-    with pytest.raises(FileError, match="if tokens are the points of a grid, say --grid 3x4$"):
+    with pytest.raises(FileError, match=r"if tokens are the points of a grid, say --grid 3x4$"):
         read_shapes(tmp_path / "in.h5", axes)
-    with pytest.raises(FileError, match="where one has seqlen they may have the axes of --grid, 4, 3$"):
+    with pytest.raises(FileError, match=r"where one has seqlen they may have the axes of --grid, 4, 3$"):
         read_shapes(tmp_path / "in.h5", axes, grid=(4, 3))
     assert read_shapes(tmp_path / "in.h5", axes, grid=(3, 4))[0]["seqlen"] == 12
 

@@ -74,5 +74,5 @@ def test_no_cache_is_given(comm):
         for decode in (tree_decode, *RINGS.values()):
             with pytest.raises(ArgumentError, match="cache is a ndarray; it must be a KVCache: the queries come first"):
                 decode(cache, q)
-            with pytest.raises(KeywordError, match="scales is not an argument of .*; did you mean scale"):
+            with pytest.raises(KeywordError, match=r"scales is not an argument of .*; did you mean scale"):
                 decode(cache, q, scales=1)
