@@ -29,7 +29,7 @@ def draw_sphere(rng):
             -np.pi / 2, np.pi / 2
         )
         latitudes = None if (np.diff(latitudes) == 0).any() else latitudes
-    radius = rng.choice([np.pi / rows, rng.uniform(0.01, 1), rng.uniform(0.01, 4)])
+    radius = rng.choice([np.pi / rows, rng.uniform(0.01, 1), rng.uniform(0.01, 1.01 * np.pi)])
     return masks.sphere(lengths, radius, latitudes), *[sum(lengths)] * 2
 
 

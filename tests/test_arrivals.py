@@ -34,7 +34,7 @@ def alone():
 def test_a_failure_is_heard(alone):
     channel = Channel(alone)
     requests = [
-        alone.Isend([pickle.dumps((mark, "failure", text, ())), MPI.BYTE], 0, channel.tag)
+        alone.Isend([pickle.dumps((mark, "failure", text, (), "")), MPI.BYTE], 0, channel.tag)
         for mark, text in ((b"another", "late"), (b"", "rank 0 has failed"), (b"", "rank 1 too"))
     ]
     while any(not request.Test() for request in requests):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from mpiattn import ArgumentError
 from mpiattn.embed import arrays, calls, options, status
@@ -26,6 +27,8 @@ from mpiattn.errors import MemoryShortage
         ("window=128,0, scale=0.5", {"window": (128, 0), "scale": 0.5}),
         ("window=,7,softcap=none", {"window": (None, 7), "softcap": None}),
         ("window=128,", {"window": (128, None)}),
+        ("window=(128, 0), layout=[10,0,9],relative_cyclic=(0,1)", None),
+        ("causal=.true., overlap=.FALSE.", {"causal": True, "overlap": False}),
         ("sequences=3,, check=1", {"sequences": (3,), "check": True}),
         ("layout=10,0,9", {"layout": (10, 0, 9)}),
         ("mask=neighborhood 7x9 cyclic=0,1 | global 4, grid=20x31", None),
@@ -40,6 +43,11 @@ from mpiattn.errors import MemoryShortage
 )
 def test_text_as_values(text, values):
     wanted = {
+        "window=(128, 0), layout=[10,0,9],relative_cyclic=(0,1)": {
+            "window": (128, 0),
+            "layout": (10, 0, 9),
+            "relative_cyclic": (False, True),
+        },
         "mask=neighborhood 7x9 cyclic=0,1 | global 4, grid=20x31": {
             "mask": "neighborhood 7x9 cyclic=0,1 | global 4",
             "grid": (20, 31),
@@ -57,6 +65,15 @@ def test_text_as_values(text, values):
 def test_text_that_is_no_options(text):
     with pytest.raises(ArgumentError, match=r"(options|sizes) is"):
         options.of_text(text)
+
+
+@pytest.mark.parametrize("between", [" ", "; "])
+def test_options_without_commas(between):
+    text = between.join(["seqlen=100", "heads=8", "head_dim=64"])
+    given = re.escape(repr(text.removeprefix("seqlen=")))
+    why = f"^heads and head_dim are missing in the options, in which seqlen is {given}; commas separate options$"
+    with pytest.raises(ArgumentError, match=why):
+        options.of_making(options.of_text(text), MPI.COMM_SELF, ("seqlen", "heads", "head_dim"))
 
 
 def test_memory_on_a_gpu_is_taken_where_it_lies(monkeypatch):

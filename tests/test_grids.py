@@ -12,8 +12,9 @@ from launch import require_launch
 
 from mpiattn.cli import main
 from mpiattn.console.options import layout_of, parse_numbers
-from mpiattn.errors import ArgumentError
+from mpiattn.errors import ArgumentError, FileError
 from mpiattn.files.grids import boxes, flat, spread
+from mpiattn.files.shapes import read_shapes
 from mpiattn.problem.grid import even_dims
 from mpiattn.verify import reference
 
@@ -49,6 +50,19 @@ def test_shapes_with_the_axes_of_a_grid():
     assert flat((2, 5, 3, 4, 6), 2, (3, 4)) == (2, 5, 12, 6) and flat((2, 3, 4, 5, 6), 1, None) == (2, 3, 4, 5, 6)
     assert flat((2, 4, 3, 5, 6), 1, (3, 4)) == (2, 4, 3, 5, 6), "another grid"
     assert spread((2, 12, 5, 6), 1, (3, 4)) == (2, 3, 4, 5, 6) and spread((2, 5, 12), 2, (3, 4)) == (2, 5, 3, 4)
+
+
+@pytest.mark.parametrize(("axes", "shape"), [("bshd", (1, 3, 4, 2, 5)), ("bhsd", (1, 2, 3, 4, 5))])
+def test_a_field_without_its_grid(tmp_path, axes, shape):
+    """The error says which option is missing, or how tensors may be with the grid that was given."""
+    with h5py.File(tmp_path / "in.h5", "w") as file:
+        for name in "qkv":
+            file[name] = np.zeros(shape, np.float32)
+    with pytest.raises(FileError, match=r"if tokens are the points of a grid, say --grid 3x4$"):
+        read_shapes(tmp_path / "in.h5", axes)
+    with pytest.raises(FileError, match=r"where one has seqlen they may have the axes of --grid, 4, 3$"):
+        read_shapes(tmp_path / "in.h5", axes, grid=(4, 3))
+    assert read_shapes(tmp_path / "in.h5", axes, grid=(3, 4))[0]["seqlen"] == 12
 
 
 class Typed:

@@ -2,6 +2,7 @@
 
 import pickle
 import random
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from mpiattn import masks
 from mpiattn.errors import ArgumentError
 from mpiattn.masks.interval_mask import IntervalMask, disjoint
 from mpiattn.masks.pieces import all_cuts
+from mpiattn.problem.problem import Problem
 from mpiattn.verify import reference
 from mpiattn.verify.reference_masks import RULES, shown, span
 
@@ -292,6 +294,51 @@ def test_the_oracle_knows_masks(mask, monkeypatch):
         assert error(some, expected[:, 3::4]) < 1e-13
         dv = reference.backward(dout, q, k, v, window=window, mask=mask)[2]
         assert error(dv, np.einsum("bhqk,bqhd->bkhd", weight, dout)) < 1e-13
+
+
+@dataclass(frozen=True)
+class Said(IntervalMask):
+    """A mask of a program that says what it is told to, of as many queries as it is asked about."""
+
+    said: str
+
+    def intervals(self, queries, seqlen, seqlen_k):
+        return eval(self.said, {"np": np, "q": queries})
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("q < 3", "Said.intervals returns a ndarray; it must return two arrays, begin and end"),
+        (
+            "(q, q + 1)",
+            r"an array of shape \(9,\) and dtype int64 for 9 queries; begin and end must be int64 \(lists, 9\)",
+        ),
+        ("(q[None], q[None] + 1.0)", r"an array of shape \(1, 9\) and dtype float64 for 9 queries"),
+        ("(q[None], np.stack([q, q]))", r"an array of shape \(2, 9\) and dtype int64"),
+        ("(q[None, 1:], q[None, 1:] + 1)", r"an array of shape \(1, 8\) and dtype int64"),
+        ("(np.stack([0 * q, q]), np.stack([1 + 0 * q, q + 1]))", "intervals that overlap for query 0; none may"),
+        ("(np.stack([0 * q + 4, 0 * q]), np.stack([0 * q + 6, q]))", "intervals that overlap for query 5; none may"),
+    ],
+)
+@pytest.mark.parametrize("of", [lambda mask: mask, lambda mask: masks.causal() & (mask | masks.global_tokens(1))])
+def test_a_class_of_a_program_says_it_as_it_must(said, why, of):
+    """Otherwise no plan is made, also where it is a part of a mask."""
+    with pytest.raises(ArgumentError, match=why):
+        Problem(seqlen=9, seqlen_k=7, heads=1, head_dim=1, mask=of(Said(said)))
+    fitting = "(np.stack([0 * q - 3, 0 * q + 6]), np.stack([q.clip(0, 2), 0 * q + 99]))"  # also outside of the keys
+    assert Problem(seqlen=9, seqlen_k=7, heads=1, head_dim=1, mask=of(Said(fitting)))
+
+
+@dataclass
+class Melted(Window):
+    size: int = 1
+
+
+@pytest.mark.parametrize("mask", [Window(), Melted(), Said(np.arange(3))])
+def test_masks_that_ranks_cannot_compare(mask):
+    with pytest.raises(ArgumentError, match=f"mask is a {type(mask).__name__}, which ranks cannot compare; its class "):
+        Problem(seqlen=9, heads=1, head_dim=1, mask=mask)
 
 
 def test_disjoint_keeps_lists():

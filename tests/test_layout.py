@@ -35,7 +35,8 @@ def test_sizes_as_an_argument():
     (pair,) = layouts(((4, 5), (0, 7)), Problem(seqlen=9, seqlen_k=7, heads=1, head_dim=1), 2)
     assert [layout.sizes for layout in pair] == [(4, 5), (0, 7)]
     for given, says in (
-        ((4, 4), r"layout is .*; it must be of 9 queries and 9 keys on 2 ranks"),
+        ((4, 4), r"layout is \(4, 4\), of 8 queries and 8 keys on 2 ranks; it must be of 9 queries and 9 keys on 2"),
+        ((Layout("contiguous", 9, 2), Layout("contiguous", 8, 3)), "of 9 queries and 8 keys on 2 to 3 ranks; it must"),
         ((4, 5, 0), r"layout is \(4, 5, 0\); as sizes of chunks it must be 2 numbers from 0, one a rank"),
         ((-1, 10), "it must be 2 numbers from 0"),
         ((), "it must be 2 numbers from 0"),

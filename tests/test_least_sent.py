@@ -117,6 +117,9 @@ def test_plan_says_how_far_tiles_are_from_it(capsys, monkeypatch):
     for entry in (*data["tiles"], *(other for other in data["others"] if "sent_bytes" in other)):
         sent = entry["sent_bytes"]
         assert entry["times_least"] == (sent["total"] if isinstance(sent, dict) else sent) / least
+    text, data = plan(capsys, "--ranks", 4, *shape, "--window", "1,0")
+    assert data["least_sent_bytes"] == 0
+    assert "\nx least    unknown, as no bytes are known that every schedule has to send\nmemory" in text
     text, data = plan(capsys, "--ranks", 4, *shape, "--causal")
     assert data["least_sent_bytes"] == least_sent(Problem(LONG, 32, 128), 4, LONG * (LONG + 1) // 2)
     assert "Of a mask only the number of pairs counts" in text

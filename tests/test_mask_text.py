@@ -79,7 +79,8 @@ def test_every_mask_has_a_form():
         ("neighborhood 9", "kernel_size is 9 and dilation 1 for axis 0, .* has 6 points"),
         ("neighborhood 3x3x3", "kernel_size is .*one for each of the 2 axes"),
         ("sphere 1 grid=4", "2 axes; this one has 1"),
-        ("sphere 0", "radius is 0.0; it must be a number of radians above 0"),
+        ("sphere 0", "radius is 0.0; it must be a number of radians above 0 and at most pi$"),
+        ("sphere 25", "radius is 25.0; .* at most pi; 25 degrees are 0.436332"),
         ("tree 0", r"parents\[0\] is 0; it must be -1"),
         ("ranges 0:9:0:9:casual", r"kind of entries\[0\] is 'casual'; .*did you mean causal?"),
     ],
@@ -94,7 +95,7 @@ def test_texts_that_are_wrong(text, why):
 
 def test_a_grid_is_needed():
     for text in ("neighborhood 3", "sphere 0.1"):
-        with pytest.raises(ArgumentError, match="it needs a grid: --grid 256x512, or grid=256x512 in the mask"):
+        with pytest.raises(ArgumentError, match=f"^mask is '{text}': it needs a grid: --grid 256x512, or grid=256x512"):
             masks.parse(text)
     with pytest.raises(ArgumentError, match="mask is 3; it must be text"):
         masks.parse(3)
@@ -116,6 +117,8 @@ def test_a_grid_is_needed():
         (lambda: masks.sphere([], 1), "row_lengths is empty"),
         (lambda: masks.sphere([4, 0], 1), r"row_lengths\[1\] is 0"),
         (lambda: masks.sphere([4], float("nan")), "radius is nan"),
+        (lambda: masks.sphere([4], 4), "radius is 4; .* at most pi; 4 degrees are 0.0698132"),
+        (lambda: masks.sphere([4], float("inf")), "radius is inf; .* at most pi$"),
         (lambda: masks.sphere([4], "wide"), "radius has 'wide'; it must be a number of radians"),
         (lambda: masks.sphere([4, 4], 1, [1]), "latitudes has 1 values; it must have one for each row, 2"),
         (lambda: masks.sphere([4, 4], 1, [1, 1]), "latitudes must increase from row to row, or decrease"),

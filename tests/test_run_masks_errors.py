@@ -69,12 +69,12 @@ def test_narrow_wire_on_the_ring_route(tmp_path, out):
 @pytest.mark.parametrize(
     "text, says",
     [
-        ("0 40 20", "cu_seqlens is [ 0 40 20]; it must be"),
+        ("0 40 20", "--documents is [ 0 40 20]; it must be"),
         ("0 68", "positions from 0 to 67"),
-        ("0 30 60", "cu_seqlens is [ 0 30 60]; it must begin with 0 and end with 67, the number of tokens; if "),
+        ("0 30 60", "--documents is [ 0 30 60]; it must begin with 0 and end with 67, the number of tokens; if "),
         ("0 1\n2 3\n4 5", "one for each of 2"),
-        ("0 half 67", "--documents is"),
-        ("0 3.5", "--documents is"),
+        ("0 half 67", "it holds 'half', it must hold whole numbers, between them blanks or commas"),
+        ("0 3.5", "it holds '3.5', it must hold whole numbers"),
         ("", "it holds no numbers"),
     ],
 )
@@ -90,9 +90,9 @@ def test_wrong_documents(tmp_path, out, text, says):
         (["--documents", "none"], "it must be a dataset of IN or a file, and there is none"),
         (["--documents", "/"], "it cannot be read"),
         (["--documents", "q"], "it must hold whole numbers"),
-        (["--documents-k", "cuts"], "cu_seqlens_k is given without cu_seqlens"),
-        (["--padding"], "padding is given without cu_seqlens"),
-        (["--documents", "cuts", "--documents-k", "more"], "cu_seqlens_k has 3 documents; it must have 2"),
+        (["--documents-k", "cuts"], "--documents-k is given without --documents"),
+        (["--padding"], "--padding is given without --documents"),
+        (["--documents", "cuts", "--documents-k", "more"], "--documents-k has 3 documents; it must have 2, as --doc"),
     ],
 )
 def test_documents_that_are_not_there(tmp_path, out, options, says):
@@ -102,4 +102,4 @@ def test_documents_that_are_not_there(tmp_path, out, options, says):
 
 def test_documents_of_keys_are_missing(tmp_path, out):
     source = write_input(tmp_path / "in.h5", seqlen_k=80, cuts=np.array([0, 9, 67]))
-    assert "cu_seqlens_k is not given" in fails(source, out, "--documents", "cuts")
+    assert "--documents-k is not given" in fails(source, out, "--documents", "cuts")

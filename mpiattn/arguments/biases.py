@@ -96,7 +96,8 @@ class BiasArguments(NamedTuple):
                 raise ArgumentError("relative_cyclic is given without relative_grid, whose axes it is about")
             return None, ()
         try:
-            grid = tuple(whole_number("relative_grid", points, 1) for points in self.relative_grid)
+            axes = enumerate(self.relative_grid)
+            grid = tuple(whole_number(f"relative_grid[{axis}]", points, 1) for axis, points in axes)
         except TypeError:
             grid = ()
         if math.prod(grid) != problem.seqlen or problem.seqlen != problem.seqlen_k or not grid:
@@ -104,7 +105,10 @@ class BiasArguments(NamedTuple):
                 f"relative_grid is {self.relative_grid!r}; it must be the points of the grid along its axes, whose "
                 f"product is seqlen and seqlen_k, which are {problem.seqlen} and {problem.seqlen_k}"
             )
-        cyclic = (False,) * len(grid) if self.relative_cyclic is None else tuple(map(bool, self.relative_cyclic))
+        try:
+            cyclic = (False,) * len(grid) if self.relative_cyclic is None else tuple(map(bool, self.relative_cyclic))
+        except TypeError:
+            cyclic = ()
         if len(cyclic) != len(grid):
             raise ArgumentError(
                 f"relative_cyclic is {self.relative_cyclic!r}; it must be True or False for each of the "

@@ -83,8 +83,11 @@ def size_text(cases, data):
     same = {}
     for i, case in enumerate(cases):
         if case["measured_as"] != i:
-            same.setdefault(case["measured_as"], []).append(" ".join(_name(case)[:3]))
-    also = [f"{' '.join(_name(cases[index])[:3])} is also {'; '.join(others)}" for index, others in same.items()]
+            same.setdefault(case["measured_as"], []).append(", ".join(_name(case)[:3]))
+    also = [
+        f"not measured again, as they are the plan of {', '.join(_name(cases[index])[:3])}: {'; '.join(others)}"
+        for index, others in same.items()
+    ]
     return "\n".join(["", title, table(_rows(measured, data["direction"]), HEADER), *also])
 
 

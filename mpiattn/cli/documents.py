@@ -70,9 +70,16 @@ def _checked(array):
 
 def _of_text(text):
     """Numbers of a text file: a line per batch entry; for a single entry also one number per line."""
-    lines = [[int(word) for word in re.split(r"[,\s]+", line.strip())] for line in text.splitlines() if line.strip()]
+    lines = [list(map(_number, re.split(r"[,\s]+", line.strip()))) for line in text.splitlines() if line.strip()]
     if not lines:
         raise ValueError("it holds no numbers")
     if all(len(line) == 1 for line in lines):
         return [number for line in lines for number in line]
     return lines[0] if len(lines) == 1 else lines
+
+
+def _number(word):
+    try:
+        return int(word)
+    except ValueError:
+        raise ValueError(f"it holds {word!r}, it must hold whole numbers, between them blanks or commas") from None

@@ -13,8 +13,7 @@ saved      share of sent/rank saved compared with Ring (tile 1x{ranks})
 regrouped  sent before and after the passes, so that every plane of a tile HxAxB has its share, or the mesh its layout
 elements   the same as saved, counted in elements without a mask, as Mesh-Attention (arXiv 2512.20968) counts:
            {row}(a-1) + {column}(b-1){share} chunks, and what is regrouped
-x least    how many times {least}, below which no schedule gets if ranks have equal shares of tokens and of attended
-           pairs; whether one gets there is not known{mask}
+x least    {least}
 memory     q, k, v, results and buffers of a rank, without the back end's scratch{memory}
 balance    attended pairs of the busiest rank / mean over ranks
 time       predicted, by simulating the schedule on the machine {machine}:
@@ -22,6 +21,11 @@ time       predicted, by simulating the schedule on the machine {machine}:
            assumes {assumes}{bounds}
 waits      the share of that time that a rank waits, mean over ranks
 auto       the shortest time; among times within {same:.0%}, the least sent/rank{limit}"""
+
+LEAST = """\
+how many times {sent}, below which no schedule gets if ranks have equal shares of tokens and of attended
+           pairs; whether one gets there is not known{mask}"""
+NO_LEAST = "unknown, as no bytes are known that every schedule has to send"
 
 BOUNDS = """
            > is a bound, without a simulation: the tile cannot be the best"""
@@ -56,9 +60,10 @@ def head(p, data):
 
 def as_text(problem, tile, data, on):
     """Table, legend and picture as text."""
-    p, ranks = problem, data["ranks"]
+    p, ranks, least = problem, data["ranks"], data["least_sent_bytes"]
     row, column = travels.ELEMENTS[data["direction"]]
     sent = SENT[data["direction"]].format(dtype=p.dtype, partial=p.wire_dtype)
+    mask = "" if p.whole_mask.full and data["documents"] is None else ". Of a mask only the number of pairs counts"
     legend = LEGEND.format(
         sent=sent,
         ranks=ranks,
@@ -67,8 +72,7 @@ def as_text(problem, tile, data, on):
         same=search.same_time(p.whole_mask),
         share=f" x {p.kv_heads}/{p.heads}" if p.kv_heads != p.heads else "",
         machine=on.name,
-        least=size(data["least_sent_bytes"]),
-        mask="" if p.whole_mask.full and data["documents"] is None else ". Of a mask only the number of pairs counts",
+        least=LEAST.format(sent=size(least), mask=mask) if least else NO_LEAST,
         memory="" if data["documents"] is None else "; enough for calls without documents",
         facts=on,
         assumes=on.assumes,

@@ -35,6 +35,11 @@ def end(call):
         _calls.remove(call)
 
 
+def _call():
+    """The innermost collective call that this process is in, "" if it is in none."""
+    return _calls[-1] if _calls else ""
+
+
 def listen():
     """Read and answer the messages on all channels."""
     for channel in _channels.copy():
@@ -49,12 +54,14 @@ class Channel:
         new one, which then receives late messages of the old one: messages with another mark are dropped.
     failure: the text that another rank has sent about its failure, else None.
     failed: the ranks that have failed, by that message.
+    failed_in: the call in which that other rank was, "" if in none.
     broken: whether MPI has told that a rank has ended, or that another one has given up because of that.
     """
 
     def __init__(self, comm, hosts=None, mark=b"", tag=TAG):
         self.comm, self.hosts, self.mark, self.failure, self.tag = comm, hosts, mark, None, tag
-        self.failed, self.broken, self._answers, self._sending, self._alarmed = (), False, {}, [], False
+        self.failed, self.failed_in = (), ""
+        self.broken, self._answers, self._sending, self._alarmed = False, {}, [], False
         if comm.size > 1:
             _channels.append(self)
 
@@ -75,7 +82,7 @@ class Channel:
         return [rank for rank in range(self.comm.size) if rank != self.comm.rank]
 
     def _send(self, ranks, kind, text=None, failed=()):
-        data = pickle.dumps((self.mark, kind, text and text[:LONGEST], failed[:NAMED]))
+        data = pickle.dumps((self.mark, kind, text and text[:LONGEST], failed[:NAMED], _call()))
         with contextlib.suppress(MPI.Exception):  # the rank or the link may be gone
             self._sending = [request for request in self._sending if not request.Test()]
             self._sending += [self.comm.Isend([data, MPI.BYTE], rank, self.tag) for rank in ranks]
@@ -102,16 +109,16 @@ class Channel:
     def _read(self):
         while (message := arrivals.take(self.comm, self.tag)) is not None:
             source, data = message
-            mark, kind, text, failed = pickle.loads(data)
+            mark, kind, text, failed, call = pickle.loads(data)
             if mark != self.mark:
                 continue
             if kind == "failure":
                 if self.failure is None:
-                    self.failure, self.failed = text, failed
+                    self.failure, self.failed, self.failed_in = text, failed, call
             elif kind == "question":
-                self._send([source], "answer", _calls[-1] if _calls else "")
+                self._send([source], "answer")
             else:
-                self._answers[source] = text
+                self._answers[source] = call
 
     def roll_call(self, done):
         """Who answers, in words, and the ranks that do not.

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..arguments.untraced import keep_untraced
-from ..errors import ArgumentError, CopyError, MpiattnError, PeerFailure
+from ..errors import ArgumentError, CallError, CopyError, MpiattnError, PeerFailure
 from ..system.logs import DEBUG, LOGGER, note
 from .agreement import agreement
 from .caller_comm import check_running, is_running
@@ -169,7 +169,12 @@ class Collective(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._raising = error is not None
-        self.close()
+        try:
+            self.close()
+        except CallError:  # the other ranks raise it too, and leave their blocks by it
+            self._raising = True
+            self.close()
+            raise
 
     @abstractmethod
     def close(self) -> None:

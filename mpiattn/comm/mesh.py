@@ -39,6 +39,7 @@ from .transport import Known
 
 FIRST = "the first plan or cache on this communicator"
 BEGIN = f"for the other ranks to begin {FIRST}"
+LATER = "making a plan or a cache"  # the call in which ranks find out whether they share a home
 # Until there is a duplicate, messages about failures pass the caller's communicator, with a tag that nobody takes.
 FROM_LAST = 7  # less than the largest tag
 REMEMBERED = 64  # groups of ranks
@@ -212,12 +213,18 @@ class Home:
 
     def _shared(self, timeout):
         """Whether no rank has abandoned this home; ranks that do not know yet learn it here."""
-        with self.call("making a plan or a cache"):
+        with self.call(LATER):
+            channels.listen()
+            if self.channel.failure is not None:
+                self.abandon([])
+                return False
             try:
-                with agreement(self.peers(timeout), call=self._running):
+                with agreement(self.peers(timeout), call=LATER):
                     pass
             except PeerFailure:
-                if self.channel.failure is None:  # no rank has failed, but one does not come
+                # A rank does not come, as this rank has noticed, or another that waits here too.  A failure in any
+                # other call is an earlier one, of which this rank had not heard: it had all it needed.
+                if self.channel.failure is None or self.channel.failed_in == LATER:
                     raise
         return not self.abandoned
 

@@ -62,19 +62,21 @@ class _Boxes:
             yield [(rank, *box) for rank, box in zip(ranks, boxes) if box]
 
 
-def _check_tokens(array, axis, length):
+def _check_tokens(name, array, axis, length):
     if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
         raise ArgumentError(
-            f"array is a {type(array).__name__}; it must be a NumPy array or a torch tensor on the CPU{what_is(array)}"
+            f"{name} is a {type(array).__name__}; it must be a NumPy array or a torch tensor on the CPU{what_is(array)}"
         )
     if array.dtype.hasobject or issubclass(array.dtype.type, np.void):
-        raise ArgumentError(f"array has dtype {array.dtype}; it must be of numbers")
+        raise ArgumentError(f"{name} has dtype {array.dtype}; it must be of numbers")
     if not -array.ndim <= axis < array.ndim:
         raise ArgumentError(
-            f"axis is {axis}; array has shape {array.shape}, so it may be from {-array.ndim} to {array.ndim - 1}"
+            f"axis is {axis}; {name} has shape {array.shape}, so it may be from {-array.ndim} to {array.ndim - 1}"
         )
     if array.shape[axis] != length:
-        raise ArgumentError(f"array has shape {array.shape}; it must have {length} tokens along axis {axis}")
+        others = [other for other, count in enumerate(array.shape) if count == length]
+        hint = f"; if they are along axis {others[0]}, say axis={others[0]}" if len(others) == 1 else ""
+        raise ArgumentError(f"{name} has shape {array.shape}; it must have {length} tokens along axis {axis}{hint}")
 
 
 def check_root(root, ranks):
@@ -83,10 +85,11 @@ def check_root(root, ranks):
         raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {ranks - 1}")
 
 
-def _checked(call, layout, array, root, axis, length, alike):
+def _checked(call, layout, name, array, root, axis, length, alike):
     """The array; the shape and dtype of its tokens and whether it is a tensor, None without an array.
 
-    length: the array's tokens; None: this rank need not have it.  alike: all ranks have arrays of like tokens.
+    name: of the argument.  length: the array's tokens; None: this rank need not have it.
+    alike: all ranks have arrays of like tokens.
     """
     given, row = array, None
     with call.agreement() as same:
@@ -95,11 +98,11 @@ def _checked(call, layout, array, root, axis, length, alike):
             raise ArgumentError(f"axis is {axis!r}; it must be a whole number")
         same |= {"root": AsGiven(root, "every rank" if root is None else root), "axis": axis, "tokens": layout.seqlen}
         if length is not None:
-            array = as_array("array", array)
-            _check_tokens(array, axis, length)
+            array = as_array(name, array)
+            _check_tokens(name, array, axis, length)
             row = np.delete(array.shape, axis).tolist(), rounds.native(array.dtype)
             if alike:
-                same |= {"shape of a token and dtype of array": row}
+                same |= {f"shape of a token and dtype of {name}": row}
     return array, row and (*row, is_tensor(given))
 
 
@@ -115,7 +118,7 @@ def scatter(call, layout, array, root, axis, max_message=MAX_MESSAGE):
     """
     peers = call.peers
     me, has = peers.rank, root in (None, peers.rank)
-    array, row = _checked(call, layout, array, root, axis, layout.seqlen if has else None, root is None)
+    array, row = _checked(call, layout, "array", array, root, axis, layout.seqlen if has else None, root is None)
     shape, dtype, tensor = row if root is None else peers.allgather(row)[root]
     axis %= len(shape) + 1
     with agreement(peers):  # a rank may lack the memory, or torch
@@ -147,7 +150,7 @@ def gather(call, layout, chunk, root, axis, max_message=MAX_MESSAGE):
     """
     peers, given = call.peers, chunk
     me, gets = peers.rank, root in (None, peers.rank)
-    chunk, (shape, dtype, _) = _checked(call, layout, chunk, root, axis, layout.length(me), True)
+    chunk, (shape, dtype, _) = _checked(call, layout, "chunk", chunk, root, axis, layout.length(me), True)
     axis %= len(shape) + 1
     with agreement(peers):
         whole = _empty(shape, dtype, axis, layout.seqlen if gets else 0)

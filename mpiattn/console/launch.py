@@ -62,14 +62,14 @@ def on_all_ranks(work, timeout=None, alone=False):
 
     An error that all ranks share is printed by rank 0, and all ranks return 1.  An error of one rank would leave the
     others waiting: that rank prints the error and where it happened, and aborts the launch.
-    alone: run the work even if another MPI's launcher has started every rank in a world of its own.
+    alone: run the work even if another MPI's launcher has started every rank in a world of its own, if MPI can start.
     """
     from ..system import gpu_aware_mpi, launcher
 
     unfit = gpu_aware_mpi.unfit()
     if unfit:
         return _refuse("{}. Nothing was done. {}".format(*unfit))
-    wrong = None if alone else launcher.foreign()
+    wrong = launcher.foreign()
     comm = None if wrong else start(timeout)
     wrong = wrong or (None if alone else launcher.copies(comm.size))
     if wrong:

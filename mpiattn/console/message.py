@@ -1,6 +1,7 @@
 """One message when ranks fail together: which rank prints it, and how long the others wait for it."""
 
 import os
+import re
 import socket
 import sys
 import time
@@ -13,15 +14,19 @@ FLUSH = 0.5  # seconds that a launcher needs to forward a message; it drops outp
 STAGGER, LATEST = 1.0, 5.0  # delay per host in seconds, so that one host prints and ends the job; its maximum
 AFTER = LATEST + 2 * FLUSH  # seconds that ranks told of a failure wait, so that the failed rank prints first
 
+DOCUMENTS = r"\bcu_seqlens(_k)?\b"  # arguments of Python that --documents and --documents-k set
 options: set[str] = set()  # of the command that this process runs
 _claims: list[socket.socket] = []  # sockets, open until this process ends
 
 
 def as_typed(error):
     """The text of an error; one that begins with an argument of Python begins with the option that sets it instead."""
-    name, verb, rest = str(error).partition(" is ")
+    text = str(error)
+    if "--documents" in options and re.match(f"{DOCUMENTS}|padding", text):
+        text = re.sub(DOCUMENTS, r"--documents\1", text).replace("--documents_k", "--documents-k")
+    name, verb, rest = text.partition(" is ")
     option = f"--{name.replace('_', '-')}"
-    return f"{option}{verb}{rest}" if option in options else str(error)
+    return f"{option}{verb}{rest}" if option in options else text
 
 
 def claim(launcher):

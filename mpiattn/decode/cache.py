@@ -19,7 +19,7 @@ from ..problem.problem import dims_in_words, partial_dtype
 from ..schedule import reduction
 from .capacity import check_capacity
 from .combine import Combiner
-from .options import CacheOptions, checked_tokens
+from .options import CacheOptions, checked_tokens, tokens_name
 from .storage import Storage
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class KVCache(Collective):
                 placed: Layout | None = of_sizes(layout, self.ranks)
                 arrays, tokens = checked_tokens(self, k, v, len(sequences), placed)
                 counts = token_counts(counts, len(sequences), tokens)
-                same |= {"sequences": sequences, "counts": counts, "tokens": tokens, "layout": placed}
+                same |= {"layout": placed, tokens_name(placed): tokens, "sequences": sequences, "counts": counts}
             self.storage.append(sequences, counts, arrays, placed)
 
     @refusing("truncate", of_call("truncate"))

@@ -9,6 +9,7 @@ from ..arguments.arguments import Arguments
 from ..arguments.arrays import Axes, Required, checked_array
 from ..arguments.counts import sequence_numbers
 from ..backends.block import BlockInputs
+from ..comm.collective_calls import Collective
 from ..comm.refusal import of_call
 from ..errors import ArgumentError
 from ..masks.interval_mask import checked_mask
@@ -51,9 +52,20 @@ def _problem_of(cache, queries, heads, arguments):
     return cache.last_problem[key]
 
 
+def _is_cache(cache):
+    return isinstance(cache, Collective) and cache.KIND == "cache"
+
+
+def checked_cache(cache):
+    """The cache of a call.  Raises ArgumentError, on this rank alone, if it is none."""
+    if not _is_cache(cache):
+        raise ArgumentError(f"cache is a {type(cache).__name__}; it must be a KVCache: the queries come first, then it")
+    return cache
+
+
 def refused(method):
     """What a decoding call does with a keyword that it does not have, for `mpiattn.comm.refusal.refusing`."""
-    return of_call(method, lambda q=None, cache=None, *args, **how: cache)
+    return of_call(method, lambda q=None, cache=None, *args, **how: cache if _is_cache(cache) else None)
 
 
 class DecodeCall:

@@ -80,6 +80,11 @@ def checked_tokens(cache: Any, k: Array, v: Array | None, count: int, layout: An
     return (k, checked_array(backend, "v", v, wanted(k.shape[1], "value_dim"))), everywhere
 
 
+def tokens_name(layout: Layout | None) -> str:
+    """What the number of tokens over all ranks is called where ranks give different ones."""
+    return "the number of tokens of k, which is given without layout," if layout is None else "tokens"
+
+
 class DecodeArguments(NamedTuple):
     """Arguments of `mpiattn.tree_decode` besides q and the cache; None for those that another algorithm lacks."""
 

@@ -14,7 +14,7 @@ import numpy as np
 from ..arguments.untraced import untraced
 from ..comm.refusal import refusing
 from ..problem.layout import Layout
-from .call import DecodeCall, refused
+from .call import DecodeCall, checked_cache, refused
 from .options import DecodeArguments
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def ring_decode(
     >>> out.shape, lse.shape
     ((1, 1, 8, 16), (1, 8, 1))
     """
-    with cache.call("ring_decode") as collective:
+    with checked_cache(cache).call("ring_decode") as collective:
         biases = alibi_slopes, relative_bias
         given = DecodeArguments(sequences, causal, window, softcap, scale, sinks, *biases, out, lse, check)
         return _pass_keys(DecodeCall(collective, cache, q, given))
@@ -195,7 +195,7 @@ def query_ring_decode(
     >>> out.shape, lse.shape
     ((1, 1, 8, 16), (1, 8, 1))
     """
-    with cache.call("query_ring_decode") as collective:
+    with checked_cache(cache).call("query_ring_decode") as collective:
         biases = alibi_slopes, relative_bias
         given = DecodeArguments(sequences, causal, window, softcap, scale, sinks, *biases, out, lse, check)
         return _pass_queries(DecodeCall(collective, cache, q, given))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ..arguments.untraced import untraced
 from ..comm.refusal import refusing
 from ..schedule.reduction import ALGORITHMS
-from .call import DecodeCall, refused
+from .call import DecodeCall, checked_cache, refused
 from .options import DecodeArguments
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def tree_decode(
     >>> out.shape, lse.shape
     ((1, 1, 8, 16), (1, 8, 1))
     """
-    with cache.call("tree_decode") as collective:
+    with checked_cache(cache).call("tree_decode") as collective:
         of_rings = sequences, causal, window, softcap, scale, sinks, alibi_slopes, relative_bias, out, lse, check
         call = DecodeCall(collective, cache, q, DecodeArguments(*of_rings, mask, algorithm, root), ALGORITHMS)
         if algorithm == "auto":

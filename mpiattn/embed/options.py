@@ -33,7 +33,7 @@ TRUTHS = {
 TRUTH_LISTS = {"relative_cyclic"}
 NAME_LISTS = {"bias_gradients", "bias_shared"}
 SIDES = {"window"}  # lists in which an empty element is one
-WORDS = {"none": None, "true": True, "false": False}
+WORDS = {"none": None, "true": True, "false": False, ".true.": True, ".false.": False}
 SEPARATOR = re.compile(r"\s*,\s*(?=\w+\s*=)")
 
 
@@ -68,8 +68,9 @@ def of_word(name: str, value: str) -> Any:
         return tuple(_sizes(value, axis) for axis in value.split("x"))
     if name in ("grid", "dims") and re.fullmatch(r"\d+(x\d+)*", value):
         return tuple(map(int, value.split("x")))
-    if "," in value and re.fullmatch(r"[\s\d,+-]*", value):
-        parts = [part.strip() for part in value.split(",")]
+    numbers = re.fullmatch(r"[\s\d,+-]*|\(([\s\d,+-]*)\)|\[([\s\d,+-]*)\]", value)
+    if "," in value and numbers:
+        parts = [part.strip() for part in (numbers[1] or numbers[2] or value).split(",")]
         if name not in SIDES and not parts[-1]:
             parts.pop()  # a list of one number ends with a comma
         try:
@@ -172,6 +173,9 @@ def of_making(asked: dict[str, Any], comm: MPI.Intracomm, needed: tuple[str, ...
     missing = [name for name in needed if name not in options]
     if missing:
         also = ", or grid" if "seqlen" in missing else ""
+        for name, value in options.items():
+            if isinstance(value, str) and re.search(rf"\b{missing[0]}\s*=", value):
+                also = f", in which {name} is {value!r}; commas separate options"
         raise ArgumentError(f"{' and '.join(missing)} {'are' if missing[1:] else 'is'} missing in the options{also}")
     return options
 

@@ -12,6 +12,17 @@ def flat(shape, axis, grid):
     return (*shape[:axis], prod(grid), *shape[axis + len(grid) :])
 
 
+def fitting(shapes, axis, grid):
+    """Text to append to an error about shapes that do not fit: how those of more axes would; "" without such."""
+    shape = next((shape for shape in shapes if len(shape) > 4), None)
+    if shape is None:
+        return ""
+    if grid is None:
+        points = "x".join(map(str, shape[axis : axis + len(shape) - 3]))
+        return f"; if tokens are the points of a grid, say --grid {points}"
+    return f"; where one has seqlen they may have the axes of --grid, {', '.join(map(str, grid))}"
+
+
 def spread(shape, axis, grid):
     """The inverse of `flat`; None for no grid."""
     return tuple(shape) if grid is None else (*shape[:axis], *grid, *shape[axis + 1 :])

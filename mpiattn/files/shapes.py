@@ -96,17 +96,19 @@ def shapes_of(group, path, axes=None, backward=False, names=None, grid=None):
         if shared:
             shape, _ = tensors["k"]
             value_dim = dim_of(group, "value_dim", "IN", path, shape[-1]) if shape else 0
-    problem = problem_of("IN", path, tensors, order or AXES[0], value_dim)
+    fitting = grids.fitting([shape for shape, _ in tensors.values()], token_axis((), order or AXES[0]), grid)
+    problem = problem_of("IN", path, tensors, order or AXES[0], value_dim, fitting)
     if order is None:
         check_order("IN", path, tensors["q"][0], tensors["k"][0])
     return problem, order or AXES[0]
 
 
-def problem_of(argument, path, tensors, axes="bshd", value_dim=None):
+def problem_of(argument, path, tensors, axes="bshd", value_dim=None, grid=""):
     """The keyword arguments of `Problem` that tensors determine; FileError, naming the argument, where they do not fit.
 
     tensors: q, k, v and perhaps dout -> (shape, dtype name), with dimensions in the order `axes`.
-    value_dim: where keys hold the values, and there is no v; else None.
+    value_dim: where keys hold the values, and there is no v; else None.  grid: when their tokens may be the points of
+    one, for the error.
     """
     shared = value_dim is not None
     if shared:
@@ -121,7 +123,7 @@ def problem_of(argument, path, tensors, axes="bshd", value_dim=None):
             "v": ("batch", "seqlen_k", "kv_heads", "value_dim"),
         }
         fitting = ", ".join(f"{name} ({', '.join(natural(size, axes))})" for name, size in sizes.items())
-        raise FileError(f"{argument} is {str(path)!r}; its shapes do not fit: {shapes}; they must be {fitting}")
+        raise FileError(f"{argument} is {str(path)!r}; its shapes do not fit: {shapes}; they must be {fitting}{grid}")
     if len(set(names)) > 1 or names[0] not in ITEMSIZE:
         raise FileError(
             f"{argument} is {str(path)!r}; its q, k, v have dtypes {', '.join(names)}; they must have the "

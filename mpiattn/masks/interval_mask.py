@@ -69,7 +69,49 @@ def checked_mask(mask: Any) -> IntervalMask:
         raise ArgumentError(
             f"mask is a {type(mask).__name__}; it must be a mask of mpiattn.masks, or None (no masks are arrays here)"
         )
+    try:
+        hash(mask)
+        nameless = type(mask).__repr__ is object.__repr__
+    except TypeError:
+        nameless = True
+    if nameless:
+        raise ArgumentError(
+            f"mask is a {type(mask).__name__}, which ranks cannot compare; its class must be a frozen dataclass of "
+            "numbers, text, tuples and other masks"
+        )
     return mask
+
+
+def check_fits(mask: IntervalMask, seqlen: int, seqlen_k: int) -> None:
+    """Raise ArgumentError unless a mask fits so many queries and keys, and, of a caller's class, says so as it must."""
+    mask.check(seqlen, seqlen_k)
+    for part in _of_callers(mask):
+        _check_said(part, np.arange(min(seqlen, ROWS)), seqlen, seqlen_k)
+
+
+def _of_callers(mask: IntervalMask) -> list[IntervalMask]:
+    """The masks in this one whose classes are none of this package."""
+    if isinstance(mask, _Pair):
+        return _of_callers(mask.a) + _of_callers(mask.b)
+    return [] if type(mask).__module__.partition(".")[0] == __name__.partition(".")[0] else [mask]
+
+
+def _check_said(mask: IntervalMask, queries: IntArray, seqlen: int, seqlen_k: int) -> None:
+    """Raise ArgumentError unless `intervals` returns disjoint intervals of these queries, in the form that it must."""
+    said: Any = mask.intervals(queries, seqlen, seqlen_k)
+    method = f"{type(mask).__name__}.intervals"
+    if not (isinstance(said, tuple | list) and len(said) == 2 and all(isinstance(side, np.ndarray) for side in said)):
+        raise ArgumentError(f"{method} returns a {type(said).__name__}; it must return two arrays, begin and end")
+    for side in said:
+        if side.ndim != 2 or side.shape != (len(said[0]), len(queries)) or not np.can_cast(side.dtype, np.int64):
+            raise ArgumentError(
+                f"{method} returns an array of shape {side.shape} and dtype {side.dtype} for {len(queries)} queries; "
+                f"begin and end must be int64 (lists, {len(queries)})"
+            )
+    _, begin, end = _sorted(*(side.clip(0, seqlen_k) for side in said))
+    overlap = (begin[1:] < end[:-1]).any(axis=0)
+    if overlap.any():
+        raise ArgumentError(f"{method} returns intervals that overlap for query {int(np.argmax(overlap))}; none may")
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     FloatArray = NDArray[np.float64]
 
 ROUNDING = 1e-9  # radians by which a key may be further than the radius: 6 mm on the Earth
+WIDEST = 1.01 * pi  # of a radius: a cutoff of pi may have been made a little larger; what is more was meant as degrees
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def sphere(row_lengths: Sequence[int], radius: float, latitudes: Sequence[float]
     row_lengths : sequence of int
         Points in each row, at least 1.
     radius : float
-        Radians, above 0; a rounding error of 1e-9 counts as within.
+        Radians, above 0 and at most 1.01 pi; a rounding error of 1e-9 counts as within.
     latitudes : sequence of float, optional
         Latitude of each row in radians, between pi/2 at one pole and -pi/2 at the other, increasing or decreasing.  By
         default rows are equally wide and have the latitude of their middle, from north to south:
@@ -153,7 +154,7 @@ def sphere(row_lengths: Sequence[int], radius: float, latitudes: Sequence[float]
     Raises
     ------
     ArgumentError
-        If a row has no point, radius is not above 0, or latitudes are not as described.
+        If a row has no point, or radius or latitudes are not as described.
 
     Examples
     --------
@@ -168,8 +169,9 @@ def sphere(row_lengths: Sequence[int], radius: float, latitudes: Sequence[float]
     if not lengths:
         raise ArgumentError("row_lengths is empty; it must have a length for each row, at least one")
     angle = _number("radius", radius)
-    if not 0 < angle < np.inf:
-        raise ArgumentError(f"radius is {radius!r}; it must be a number of radians above 0")
+    if not 0 < angle <= WIDEST:
+        degrees = f"; {angle:.6g} degrees are {np.radians(angle):.6g}" if WIDEST < angle <= 360 else ""
+        raise ArgumentError(f"radius is {radius!r}; it must be a number of radians above 0 and at most pi{degrees}")
     if latitudes is None:
         angles = tuple((pi / 2 - (np.arange(len(lengths)) + 0.5) * pi / len(lengths)).tolist())
     else:

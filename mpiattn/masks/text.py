@@ -139,7 +139,7 @@ class _Text:
 
     def _shape(self, grid: str | None) -> tuple[int, ...]:
         if grid is None and self.grid is None:
-            raise self.wrong("it needs a grid: --grid 256x512, or grid=256x512 in the mask")
+            raise ArgumentError("it needs a grid: --grid 256x512, or grid=256x512 in the mask")
         return tuple(self.grid or ()) if grid is None else _numbers(grid, "x")
 
     def _neighborhood(
@@ -155,7 +155,7 @@ class _Text:
         axes = [_numbers(named) for named in (causal, cyclic)]
         for name, numbers in zip(("causal", "cyclic"), axes):
             if any(axis not in range(len(shape)) for axis in numbers):
-                raise self.wrong(f"{name}= names axes of a grid of {len(shape)}, which are counted from 0")
+                raise ArgumentError(f"{name}= names axes of a grid of {len(shape)}, which are counted from 0")
         flags = ([axis in numbers for axis in range(len(shape))] for numbers in axes)
         is_causal, is_cyclic = flags
         return neighborhood(shape, _one_or_all(kernel), _one_or_all(dilation), is_causal, is_cyclic, edge)
@@ -165,7 +165,7 @@ class _Text:
             return sphere(_numbers(rows), float(radius))
         shape = self._shape(grid)
         if len(shape) != 2:
-            raise self.wrong(f"a sphere's grid has latitudes and longitudes, 2 axes; this one has {len(shape)}")
+            raise ArgumentError(f"a sphere's grid has latitudes and longitudes, 2 axes; this one has {len(shape)}")
         return sphere((shape[1],) * shape[0], float(radius))
 
 

@@ -14,6 +14,7 @@ from ..problem.layout import LAYOUTS, Layout, of_sizes
 from ..schedule.regroup import every_tile
 from ..schedule.route import ROUTES, passed_on
 from ..system.choices import one_of
+from ..system.words import span
 from .cost import SCHEDULES
 from .machine import DEFAULT, Machine
 from .simulate import nodes_of
@@ -82,10 +83,11 @@ def layouts(argument: Any, problem: Problem, ranks: int, mask: Mask | None = Non
             f"layout is {argument!r}; it may be auto, {', '.join(LAYOUTS)}, a Layout, a tuple of the ranks' numbers of "
             "tokens, or a pair of these two"
         )
-    if [(layout.seqlen, layout.chunks) for layout in pair] != [(problem.seqlen, ranks), (problem.seqlen_k, ranks)]:
+    q, k = pair
+    if (q.seqlen, k.seqlen, q.chunks, k.chunks) != (problem.seqlen, problem.seqlen_k, ranks, ranks):
         raise ArgumentError(
-            f"layout is {argument!r}; it must be of {problem.seqlen} queries and {problem.seqlen_k} "
-            f"keys on {ranks} ranks"
+            f"layout is {argument!r}, of {q.seqlen} queries and {k.seqlen} keys on {span((q.chunks, k.chunks))} ranks; "
+            f"it must be of {problem.seqlen} queries and {problem.seqlen_k} keys on {ranks} ranks"
         )
     return [pair]
 

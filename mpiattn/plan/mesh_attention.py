@@ -15,6 +15,7 @@ from ..comm.peers import time_limit
 from ..comm.refusal import of_call, of_making, refusing
 from ..errors import ArgumentError
 from ..problem.tensors import as_given
+from ..system.values import check_function
 from .arguments import compared
 from .call_biases import CallBiases
 from .lifetime import Lifetime
@@ -283,6 +284,7 @@ class MeshAttention(Lifetime):
         )
         with self.call("forward") as call:
             with call.agreement(check) as same:
+                check_function("progress", progress)
                 inputs, sinks = self._arguments.checked(q=q, k=k, v=v), self._arguments.sinks(sinks)
                 results = self._arguments.results({"out": out, "lse": lse}, {**inputs, "sinks": sinks})
                 activity = self._activity_of(documents)
@@ -377,6 +379,7 @@ class MeshAttention(Lifetime):
         )
         with self.call("backward") as call:
             with call.agreement(check) as same:
+                check_function("progress", progress)
                 inputs = self._arguments.checked(q=q, k=k, v=v, dout=dout, out=out)
                 rows = self._arguments.checked(lse=lse, **({} if dlse is None else {"dlse": dlse}))
                 sinks = self._arguments.sinks(sinks)

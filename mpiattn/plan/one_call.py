@@ -152,8 +152,8 @@ def attention(
                 arrays = backends.find(backend).load().adopt(arrays)
                 for name, array in arrays.items():
                     if getattr(array, "ndim", None) != 4 or not hasattr(array, "dtype"):
-                        axes = "(batch, tokens, heads, head_dim)"
-                        raise ArgumentError(f"{name} is {_what(array)}; it must be an array {axes}{what_is(array)}")
+                        must = "it must be an array (batch, tokens, heads, head_dim)"
+                        raise ArgumentError(f"{name} {_what(array)}; {must}{_how(name, array)}")
                 q, k, v = (arrays.get(name) for name in ("q", "k", "v"))
                 asked = {
                     "value_dim": value_dim,
@@ -216,4 +216,11 @@ def _run(plan: MeshAttention, given: tuple[Array, ...], call: dict[str, Any], ve
 
 
 def _what(array: Array) -> str:
-    return f"of shape {tuple(array.shape)}" if hasattr(array, "shape") else f"a {type(array).__name__}"
+    return f"has shape {tuple(array.shape)}" if hasattr(array, "shape") else f"is a {type(array).__name__}"
+
+
+def _how(name: str, array: Array) -> str:
+    """How to make an array of four axes of it, if that is known."""
+    if getattr(array, "ndim", None) == 3:
+        return f", which {name}[None] makes of one sequence"
+    return "" if hasattr(array, "shape") else what_is(array)

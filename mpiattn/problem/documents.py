@@ -12,6 +12,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..system.values import truth
+from ..system.words import number
 from .group import Group
 
 if TYPE_CHECKING:
@@ -193,9 +194,9 @@ def _check_no_mask(name: str, given: Any, batch: int, tokens: int) -> None:
     array = _array(given)
     if array.dtype == bool or (array.shape == (batch, tokens) and array.size and np.isin(array, (0, 1)).all()):
         raise ArgumentError(
-            f"{name} is an array {array.shape} of {array.dtype}, a padding mask; it must be {batch} numbers of tokens: "
-            "mask.sum(axis=1) of a mask that is True at tokens, (~mask).sum(axis=1) of one that is True at padding; "
-            "padding comes last"
+            f"{name} is an array {array.shape} of {array.dtype}, a padding mask; it must be "
+            f"{number(batch, 'number')} of tokens: mask.sum(axis=1) of a mask that is True at tokens, "
+            "(~mask).sum(axis=1) of one that is True at padding; padding comes last"
         )
 
 
@@ -203,7 +204,10 @@ def _padding(name: str, given: Any, batch: int, tokens: int) -> tuple[IntArray, 
     _check_no_mask(name, given, batch, tokens)
     ends = _integers(name, given)
     if ends.shape != (batch,) or (ends < 0).any() or (ends > tokens).any():
-        raise ArgumentError(f"{name} is {_brief(given)}; it must be {batch} numbers from 0 to {tokens}")
+        raise ArgumentError(
+            f"{name} is {_brief(given)}; it must be a sequence of {number(batch, 'number')} from 0 to {tokens}, one "
+            "for each entry of the batch"
+        )
     return tuple(np.array([0, end]) for end in ends.tolist())
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError
-from ..masks.interval_mask import IntervalMask, checked_mask
+from ..masks.interval_mask import IntervalMask, check_fits, checked_mask
 from ..system.closest import of_choices
 from ..system.values import truth, whole_number
 from .mask import MASK_FIELDS, Mask, Window
@@ -181,7 +181,7 @@ class Problem:
             if self.softcap is not None and self.softcap < 0:
                 raise ArgumentError(f"softcap is {self.softcap!r}; it must be positive, or None or 0 for none")
         if self.mask is not None:
-            checked_mask(self.mask).check(self.seqlen, self.seqlen_k)
+            check_fits(checked_mask(self.mask), self.seqlen, self.seqlen_k)
         limits = np.finfo(self.partial_dtype)
         # Half the largest number, since a back end may convert scores to base 2.  Subnormal numbers lose digits.
         tiny, most = float(limits.tiny), float(limits.max) / 2

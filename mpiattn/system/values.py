@@ -1,4 +1,4 @@
-"""Rules of single values: whole numbers, and truth values."""
+"""Rules of single values: whole numbers, truth values, functions."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ def whole_number(name: str, value: Any, least: int, also: str = "") -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least {least}{also}")
     return int(value)
+
+
+def check_function(name: str, value: Any) -> None:
+    """Raise ArgumentError unless the value can be called or is None."""
+    if value is not None and not callable(value):
+        raise ArgumentError(f"{name} is {value!r}; it must be a function, or None")
 
 
 def truth(name: str, value: Any) -> bool:

@@ -169,6 +169,7 @@ def test_case_26_different_at_a_call(group):
             ("documents", {"lengths": [9]} if odd else {}),
             ("sinks", {"sinks": np.full(4, 1 + odd, np.float32)}),
             ("sinks", {"sinks": np.ones(4, np.float32)} if odd else {}),
+            ("progress is True; it must be a function, or None", {"progress": True} if odd else {}),
         ):
             for call in (
                 lambda given=given: plan.forward(*chunks[:3], **given),
@@ -185,7 +186,7 @@ def test_case_26_different_at_a_call(group):
         ({"cu_seqlens": [0, 30, 20]}, "cu_seqlens is"),
         ({"cu_seqlens": [0, 99]}, "positions from 0 to 24"),
         ({"cu_seqlens": [0.5, 3]}, "whole numbers"),
-        ({"lengths": [3]}, "2 numbers from 0 to 24"),
+        ({"lengths": [3]}, "it must be a sequence of 2 numbers from 0 to 24, one for each entry of the batch"),
         ({"cu_seqlens": [0, 24], "lengths": [1, 2]}, "lengths and cu_seqlens are both given"),
         ({"cu_seqlens_k": [0, 24]}, "without cu_seqlens"),
         ({"cu_seqlens": [[0, 4]]}, "one for each of 2"),

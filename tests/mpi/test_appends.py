@@ -1,11 +1,12 @@
-"""What a cache holds after appends and truncates in any order, against plain lists of what was appended."""
+"""What a cache holds after appends and truncates in any order, against plain lists of what was appended; no cache."""
 
 import numpy as np
 import pytest
 from test_decode import RINGS, Mirror
 
-from mpiattn import KVCache
+from mpiattn import ArgumentError, KVCache, tree_decode
 from mpiattn.arguments.arrays import on_host
+from mpiattn.errors import KeywordError
 
 
 def test_random_appends_and_truncates(comm):
@@ -64,3 +65,14 @@ def test_random_appends_to_some_sequences(comm, page_size, dtype):
         if step % 40 == 0 and any(cache.lengths):
             mirror.check(3, algorithms=("butterfly", *RINGS), window=(int(rng.integers(0, 60)), 0))
     cache.close()
+
+
+def test_no_cache_is_given(comm):
+    """Arguments in another order, for example."""
+    q = np.zeros((1, 1, 2, 4), np.float32)
+    with KVCache(comm, capacity=9, kv_heads=2, head_dim=4) as cache:
+        for decode in (tree_decode, *RINGS.values()):
+            with pytest.raises(ArgumentError, match="cache is a ndarray; it must be a KVCache: the queries come first"):
+                decode(cache, q)
+            with pytest.raises(KeywordError, match=r"scales is not an argument of .*; did you mean scale"):
+                decode(cache, q, scales=1)

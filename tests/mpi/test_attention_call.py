@@ -121,9 +121,10 @@ def test_wrong_arguments(comm):
     good = np.ones((1, 3, 2, 4), np.float32)
     last = comm.rank == comm.size - 1
     cases = [
-        ({"q": good[0]}, "q is of shape"),
+        ({"q": good[0]}, r"q has shape \(3, 2, 4\); .* head_dim\), which q\[None\] makes of one sequence( \(|$)"),
+        ({"k": good.ravel()}, r"k has shape \(24,\); it must be an array \(batch, tokens, heads, head_dim\)( \(on |$)"),
         ({"k": None}, "k is a NoneType"),
-        ({"v": good.tolist()}, "v is a list"),
+        ({"v": good.tolist()}, "v is a list; .*, which np.asarray makes of it"),
         ({"k": good[..., :2]}, "k has shape"),
         ({"v": good[:, :2]}, "v has shape"),
         ({"k": good[:, :, :0]}, "kv_heads"),

@@ -46,6 +46,10 @@ def test_wrong_arguments(comm, plan):
         plan, "relative_grid is .*product is seqlen", relative_bias=np.ones((1, 3, 3), np.float32), relative_grid=(5, 5)
     )
     refused(plan, "relative_cyclic is given without relative_bias", relative_cyclic=[True])
+    on_grid = {"relative_bias": np.ones((1, 3, 3), np.float32), "relative_grid": (4, 6)}
+    for cyclic in (True, [True]):
+        refused(plan, "relative_cyclic is .*True.* for each of the 2 axes", **on_grid, relative_cyclic=cyclic)
+    refused(plan, r"relative_grid\[1\] is 6.0; it must be a whole number", **on_grid | {"relative_grid": (4, 6.0)})
     refused(plan, "dropout is 1.0; it must be a number from 0", dropout=1.0, seed=1)
     refused(plan, "seed is None; with dropout", dropout=0.5)
     refused(plan, "documents whose queries and keys end at different", alibi_slopes=slopes, cu_seqlens=[0, 9, 24],

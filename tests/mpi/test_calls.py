@@ -115,6 +115,22 @@ def test_case_32_closing(group, two_plans):
     a.close()
 
 
+@on(3)
+def test_a_rank_leaves_the_block_before_the_others_call(group):
+    """All ranks leave it by the error that this is, so that they can make another plan."""
+    fresh = group.Dup()
+
+    def early():
+        with MeshAttention(fresh, **SHAPE) as plan:
+            if fresh.rank != 1:
+                plan.forward(*chunks(plan))
+
+    assert "rank 1 is in closing plan 1" in same_error(group, early, CallError)
+    with MeshAttention(fresh, **SHAPE, timeout=20) as plan:
+        plan.forward(*chunks(plan))
+    fresh.Free()
+
+
 @on(2)
 def test_an_exception_leaves_a_plan_at_once(group):
     """Its rank does not wait for the others, who may never come to close theirs."""

@@ -331,6 +331,11 @@ def test_errors_are_the_same_on_every_rank(group):
             (lambda: cache.append(token[..., :3] if odd else token, token), r"k has shape \(1, 1, 2, 3\).*rank 1 of 3"),
             (lambda: cache.append(token.astype("float64"), token), "k has dtype float64; it must be float32"),
             (lambda: cache.append(token, token, counts=[int(odd)]), r"counts is \[0\] on rank 0 but \[1\] on rank 1"),
+            (
+                lambda: cache.append(*np.zeros((2, 1, 2 + odd, 2, 4), np.float32)),
+                "the number of tokens of k, which is given without layout, is 2 on rank 0 but 3 on rank 1",
+            ),
+            (lambda: cache.append(token, token, layout=(0, 1, 0) if odd else None), "layout is left out on rank 0 but"),
             (lambda: cache.append(token, token, sequences=[1]), r"sequences is \[1\]; it must be different numbers"),
             (lambda: cache.append(token, token, layout=Layout("striped", 1, 2)), "it must be a Layout of 3 chunks"),
             (lambda: cache.append(token, token, layout=(1, 0)), r"layout is \(1, 0\); as sizes of chunks it must"),

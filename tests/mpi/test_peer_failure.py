@@ -302,6 +302,21 @@ def test_a_rank_makes_no_plan(comm, at_least, timeout):
     comm.Barrier()
 
 
+def test_a_rank_makes_no_second_plan(comm, at_least, timeout):
+    """All others name it and nobody else, after one time limit; the communicator is none the worse for it."""
+    at_least(2)
+    fresh = comm.Dup()
+    plan = MeshAttention(fresh, **SHAPE, timeout=timeout)
+    if comm.rank:
+        with pytest.raises(PeerFailure) as caught:
+            MeshAttention(fresh, **SHAPE, timeout=timeout)
+        assert caught.value.ranks == (0,)
+    comm.Barrier()
+    with MeshAttention(fresh, **SHAPE, timeout=20 * timeout) as again:  # of which rank 0 learns here
+        again.forward(*chunks(again))
+    plan.close()
+
+
 def test_a_rank_raises_while_a_plan_is_made(comm, at_least, monkeypatch):
     at_least(2)
     fresh = comm.Dup()
