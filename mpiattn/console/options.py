@@ -173,7 +173,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         choices=TRANSPORTS,
         help=f"how the back end {' or '.join(usages(on_gpu=True))} sends. device: MPI gets GPU memory; ipc: GPUs "
         "of one node copy from each other by CUDA IPC, else staged; staged: copies through pinned host memory; "
-        "auto: what works, which is tried at the start; of device and ipc the faster inside nodes (default: %(default)s)",
+        "auto: what works, which is tried at the start; of device and ipc the faster inside nodes "
+        "(default: %(default)s)",
     ),
     "max-memory": dict(
         type=parse_bytes,
