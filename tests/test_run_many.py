@@ -123,6 +123,17 @@ def test_a_group_that_does_not_fit_is_named(tmp_path):
         read_problems(source)
 
 
+def test_what_fails_at_the_end_is_of_no_group(tmp_path):
+    code = (
+        "import sys; from mpi4py import MPI; from mpiattn.cli import main; from mpiattn.files.output import Output\n"
+        "commit = Output.commit\n"
+        "Output.commit = lambda self: 1 / 0 if MPI.COMM_WORLD.rank else commit(self)\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    program = [sys.executable, "-c", code, "run", write_problems(tmp_path / "in.h5", LAYERS), tmp_path / "out.h5"]
+    assert "failed in phase commit: ZeroDivisionError" in mpirun(2, program, check=False).stderr
+
+
 def test_a_bar_over_all_of_them(tmp_path):
     """A line of the log says how many of all problems are done, and at which the run is."""
     require_launch()
