@@ -123,6 +123,33 @@ def test_a_group_that_does_not_fit_is_named(tmp_path):
         read_problems(source)
 
 
+def test_more_groups_of_a_shape_take_no_more_messages(tmp_path):
+    """Before anything is computed: with thousands of groups the ranks would wait for each other most of the time."""
+    code = (
+        "import sys; from mpiattn.cli import main, run_problem; from mpiattn.comm.peers import Peers\n"
+        "wait, tasks_of, calls = Peers.wait, run_problem.tasks_of, []\n"
+        "def counted(self, *given):\n"
+        "    calls.append(1)\n"
+        "    return wait(self, *given)\n"
+        "def counting(comm, *given):\n"
+        "    Peers.wait = counted\n"
+        "    tasks = tasks_of(comm, *given)\n"
+        "    Peers.wait = wait\n"
+        "    print(f'messages: {len(calls)}\\n' * (comm.rank == 0), end='', flush=True)\n"
+        "    return tasks\n"
+        "run_problem.tasks_of = counting\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    np.save(tmp_path / "cuts.npy", [0, 11, 30])
+    counts = []
+    for groups in "ab", "abcdef":
+        source = write_problems(tmp_path / "in.h5", {group: {"seqlen": 30} for group in groups})
+        command = ["run", source, tmp_path / "out.h5", "--documents", tmp_path / "cuts.npy"]
+        said = mpirun(2, [sys.executable, "-c", code, *command]).stdout
+        counts += [line for line in said.splitlines() if line.startswith("messages: ")]
+    assert len(counts) == 2 and len(set(counts)) == 1, counts
+
+
 def test_what_fails_at_the_end_is_of_no_group(tmp_path):
     code = (
         "import sys; from mpi4py import MPI; from mpiattn.cli import main; from mpiattn.files.output import Output\n"
