@@ -13,6 +13,7 @@ from files import LAYERS, ORDER, assert_right, datasets, write_input, write_prob
 from launch import mpirun, require_launch
 
 from mpiattn import errors
+from mpiattn.files import hdf5
 from mpiattn.files.problems import read_problems
 
 
@@ -121,6 +122,21 @@ def test_a_group_that_does_not_fit_is_named(tmp_path):
         file["layers/2/v"] = np.zeros((1, 3, 2, 16), np.float32)
     with pytest.raises(errors.FileError, match=r"in.h5:/layers/2'; .*'q' is a link to '/nowhere'"):
         read_problems(source)
+
+
+def test_groups_with_the_same_attributes(tmp_path):
+    """Copies have those attributes and nothing of other groups; in any order, and inside each other."""
+    models, attributes = {}, {"causal": True, "tile": "1x1", "scale": 0.5, "padding": [3, 4]}
+    with hdf5.writing(tmp_path / "out.h5", create=True) as file:
+        for path in ("b/c", "a", "b", "b/d/e", ""):
+            hdf5.create_datasets(hdf5.group_with(file, path, attributes, models), {"out": ((2, 3), "float32")})
+        hdf5.group_with(file, "other", {"causal": False}, models)
+    with h5py.File(tmp_path / "out.h5") as file:
+        for path in ("b/c", "a", "b", "b/d/e", "/"):
+            about = {name: np.asarray(value).tolist() for name, value in file[path].attrs.items()}
+            assert about == attributes and file[path]["out"].shape == (2, 3)
+        assert dict(file["other"].attrs) == {"causal": False} and not file["b/d"].attrs
+        assert [sorted(file[path]) for path in ("a", "b", "other")] == [["out"], ["c", "d", "out"], []]
 
 
 def test_more_groups_of_a_shape_take_no_more_messages(tmp_path):
