@@ -58,7 +58,7 @@ def judge(made, damaged=False):
             for name in ("cu_seqlens", "k", "q"):
                 specs = {"cu_seqlens": ("--documents", name)}
                 documents = _promised(
-                    lambda specs=specs: read_documents(peers, source.file, specs), "--documents", name, ("IN",)
+                    lambda specs=specs: read_documents(source.file, specs), "--documents", name, ("IN",)
                 )
                 if documents is not None and name == "cu_seqlens" and name in numbers:
                     _same(documents["cu_seqlens"], numbers[name], name)

@@ -17,6 +17,8 @@ from launch import ROOT, TESTS, mpirun
 from mpiattn.arguments.arrays import on_host
 from mpiattn.backends.cuda import ipc, slots
 from mpiattn.backends.testing import emulated
+from mpiattn.comm.near import Near
+from mpiattn.errors import MpiattnError
 
 needs_compiler = pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
 FAKE = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, TESTS)))}
@@ -38,7 +40,7 @@ def test_ranks(ranks):
         cwd=ROOT,
         env={"MPIATTN_BACKENDS": "cuda", "MPIATTN_CUPY": "fake", "MPIATTN_TRANSPORT": "ipc"},
     )
-    assert re.search(r"^1[37] passed", outcome.stdout, re.MULTILINE), outcome.stdout
+    assert re.search(r"^1[48] passed", outcome.stdout, re.MULTILINE), outcome.stdout
 
 
 @needs_compiler
@@ -97,8 +99,6 @@ class Returned:
 @pytest.fixture
 def near(gpu, monkeypatch):
     """The back end with the transport ipc; rank 1 is on its node, and that is its own memory, rank 2 is not."""
-    from mpiattn.comm.near import Near
-
     monkeypatch.setattr(slots, "_slots", {})
     monkeypatch.setattr(slots, "BYTES", 1000)
     monkeypatch.setattr(slots, "NUMBER", 2)
@@ -153,9 +153,27 @@ def test_an_array_that_goes_near_and_far(gpu, near):
 def test_slots_that_are_lost(gpu, near):
     """When half of them are, there are new ones for the next communicator."""
     assert gpu.slots() is near.own
-    near.own.take()
+    near.take()
     again = gpu.slots()
     assert again is not near.own and not again.lost and gpu.slots() is again
+
+
+def test_slots_that_failed_calls_hold(gpu, near):
+    """A plan on another communicator waits while a slot may come back, and raises once none can."""
+    other = Near(near.device, near.own, near.opened, Returned())
+    first = near.take()
+    second = other.take()
+    assert {first, second} == {0, 1} and near.take() is None
+    other.failed = True
+    assert near.take() is None, "the first may still come back"
+    near.acks.numbers.append(first)
+    near.collect()
+    assert other.take() == first
+    with pytest.raises(MpiattnError, match="calls that failed on other communicators hold all GPU memory by which"):
+        near.take()
+    other.acks.numbers.append(second)
+    other.collect()
+    assert near.take() == second
 
 
 def test_closing_does_not_wait_for_the_dead(gpu, near, monkeypatch):

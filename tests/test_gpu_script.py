@@ -244,12 +244,13 @@ test "$word" != get_server_list || echo {1}
 """
 
 
-@pytest.mark.parametrize("server", ["4711", ""])
-def test_mps(tmp_path, server):
+@pytest.mark.parametrize("says", ["4711", "", "Cannot find MPS control daemon process"])
+def test_mps(tmp_path, says):
     """Ranks use it if a program has; else it is stopped, and they do without.  It ends with the command."""
+    server = says.isdecimal()
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "cupy.py").write_text("import numpy\narange = numpy.arange\n")
-    program(tmp_path / "bin" / "nvidia-cuda-mps-control", MPS.format(tmp_path, server))
+    program(tmp_path / "bin" / "nvidia-cuda-mps-control", MPS.format(tmp_path, says))
     program(
         tmp_path / "work" / "site" / "bin" / "mpiexec",
         f"echo rank $CUDA_MPS_PIPE_DIRECTORY >>{tmp_path}/called; echo === 1 passed ===",

@@ -13,6 +13,7 @@ from files import LAYERS, ORDER, assert_right, datasets, write_input, write_prob
 from launch import mpirun, require_launch
 
 from mpiattn import errors
+from mpiattn.files import hdf5
 from mpiattn.files.problems import read_problems
 
 
@@ -121,6 +122,59 @@ def test_a_group_that_does_not_fit_is_named(tmp_path):
         file["layers/2/v"] = np.zeros((1, 3, 2, 16), np.float32)
     with pytest.raises(errors.FileError, match=r"in.h5:/layers/2'; .*'q' is a link to '/nowhere'"):
         read_problems(source)
+
+
+def test_groups_with_the_same_attributes(tmp_path):
+    """Copies have those attributes and nothing of other groups; in any order, and inside each other."""
+    models, attributes = {}, {"causal": True, "tile": "1x1", "scale": 0.5, "padding": [3, 4]}
+    with hdf5.writing(tmp_path / "out.h5", create=True) as file:
+        for path in ("b/c", "a", "b", "b/d/e", ""):
+            hdf5.create_datasets(hdf5.group_with(file, path, attributes, models), {"out": ((2, 3), "float32")})
+        hdf5.group_with(file, "other", {"causal": False}, models)
+    with h5py.File(tmp_path / "out.h5") as file:
+        for path in ("b/c", "a", "b", "b/d/e", "/"):
+            about = {name: np.asarray(value).tolist() for name, value in file[path].attrs.items()}
+            assert about == attributes and file[path]["out"].shape == (2, 3)
+        assert dict(file["other"].attrs) == {"causal": False} and not file["b/d"].attrs
+        assert [sorted(file[path]) for path in ("a", "b", "other")] == [["out"], ["c", "d", "out"], []]
+
+
+def test_more_groups_of_a_shape_take_no_more_messages(tmp_path):
+    """Before anything is computed: with thousands of groups the ranks would wait for each other most of the time."""
+    code = (
+        "import sys; from mpiattn.cli import main, run_problem; from mpiattn.comm.peers import Peers\n"
+        "wait, tasks_of, calls = Peers.wait, run_problem.tasks_of, []\n"
+        "def counted(self, *given):\n"
+        "    calls.append(1)\n"
+        "    return wait(self, *given)\n"
+        "def counting(comm, *given):\n"
+        "    Peers.wait = counted\n"
+        "    tasks = tasks_of(comm, *given)\n"
+        "    Peers.wait = wait\n"
+        "    print(f'messages: {len(calls)}\\n' * (comm.rank == 0), end='', flush=True)\n"
+        "    return tasks\n"
+        "run_problem.tasks_of = counting\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    np.save(tmp_path / "cuts.npy", [0, 11, 30])
+    counts = []
+    for groups in "ab", "abcdef":
+        source = write_problems(tmp_path / "in.h5", {group: {"seqlen": 30} for group in groups})
+        command = ["run", source, tmp_path / "out.h5", "--documents", tmp_path / "cuts.npy"]
+        said = mpirun(2, [sys.executable, "-c", code, *command]).stdout
+        counts += [line for line in said.splitlines() if line.startswith("messages: ")]
+    assert len(counts) == 2 and len(set(counts)) == 1, counts
+
+
+def test_what_fails_at_the_end_is_of_no_group(tmp_path):
+    code = (
+        "import sys; from mpi4py import MPI; from mpiattn.cli import main; from mpiattn.files.output import Output\n"
+        "commit = Output.commit\n"
+        "Output.commit = lambda self: 1 / 0 if MPI.COMM_WORLD.rank else commit(self)\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    program = [sys.executable, "-c", code, "run", write_problems(tmp_path / "in.h5", LAYERS), tmp_path / "out.h5"]
+    assert "failed in phase commit: ZeroDivisionError" in mpirun(2, program, check=False).stderr
 
 
 def test_a_bar_over_all_of_them(tmp_path):

@@ -1,5 +1,6 @@
 """`mpiattn run --resume`: a run goes on where an earlier one ended, with the bits of a run that nothing disturbed."""
 
+import errno
 import json
 import os
 import signal
@@ -13,6 +14,10 @@ import pytest
 import warm
 from files import LAYERS, ORDER, assert_right, datasets, write_input, write_problems
 from launch import environment, mpiexec, mpirun, require_launch, time_factor
+
+from mpiattn.errors import FileError
+from mpiattn.files import unfinished
+from mpiattn.files.unfinished import _File
 
 # The command line, in which the first rank meets a signal after so many problems: for one of them, or in the middle of
 # the next one's forward pass.
@@ -250,6 +255,62 @@ def test_a_run_that_has_finished_nothing_holds_up_no_other(tmp_path):
     program = [sys.executable, "-c", code, "run", source, tmp_path / "out.h5", "--resume"]
     assert mpirun(1, program, check=False).returncode
     assert [path.name for path in tmp_path.iterdir()] == ["in.h5"]
+
+
+def test_in_is_changed_while_it_is_read(tmp_path):
+    """The problem at hand does not count, and the earlier ones stay for an IN as it was."""
+    source = write_problems(tmp_path / "in.h5", {"a": {"seqlen": 30}, "b": {"seqlen": 30}})
+    code = (
+        "import os, sys; from mpiattn.cli import main, run_problem\n"
+        "solve = run_problem.solve\n"
+        "def late(job, args, task, *given):\n"
+        "    os.utime(args.input, (5, 5)) if task.group == 'b' else None\n"
+        "    return solve(job, args, task, *given)\n"
+        "run_problem.solve = late\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    program = [sys.executable, "-c", code, "run", source, tmp_path / "out.h5", "--resume"]
+    outcome = mpirun(1, program, check=False)
+    assert outcome.returncode == 1 and "it was changed while it was read: " in outcome.stderr, outcome.stderr
+    lines = (tmp_path / "out.h5.unfinished/finished.jsonl").read_text().splitlines()
+    assert [json.loads(line).get("problem") for line in lines] == [None, "a"]
+
+
+@pytest.mark.parametrize("harm", ["other files", "an error of the file system"])
+def test_nothing_else_is_removed(half, harm, monkeypatch):
+    """No file that a run has not made, and nothing where the system does not say what is there."""
+    left, given = half / "out.h5.unfinished", (half / "out.h5", half / "in.h5")
+    if harm == "other files":
+        (left / "finished.jsonl").unlink()
+        (left / "thesis.tex").touch()
+        stays, says = ["thesis.tex"], "cannot be written: Directory not empty; to begin anew remove it"
+    else:
+        made_by = json.loads((left / "finished.jsonl").read_text().splitlines()[0])["made_by"]
+        stays, says = ["finished.jsonl", "out.h5"], "cannot be read: Stale file handle; to begin anew remove it"
+        file, stat = _File(*given, made_by), os.stat
+
+        def fails(path, **how):
+            if str(path).endswith(".unfinished/out.h5"):
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            return stat(path, **how)
+
+        monkeypatch.setattr(os, "stat", fails)
+        file.discard()
+    with pytest.raises(FileError, match=says):
+        _File(*given, {})
+    assert sorted(path.name for path in left.iterdir()) == stays
+    assert not list(half.glob(".*.lock"))
+
+
+def test_out_has_its_name_before_the_rest_is_removed(half, monkeypatch):
+    """On the disk too: a crash may otherwise undo the first alone."""
+    left, seen = half / "out.h5.unfinished", []
+    assert left.stat().st_mode & 0o777 == 0o700
+    made_by = json.loads((left / "finished.jsonl").read_text().splitlines()[0])["made_by"]
+    file = _File(half / "out.h5", half / "in.h5", made_by)
+    monkeypatch.setattr(unfinished, "sync", lambda path, mode=None: seen.append((str(path), len([*left.iterdir()]))))
+    file.publish()
+    assert seen == [(f"{left}/out.h5", 2), (str(half), 1)] and not left.exists()
 
 
 def test_out_behind_a_symbolic_link(tmp_path):

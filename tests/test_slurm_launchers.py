@@ -314,3 +314,26 @@ def test_no_array(job):
     code, said, calls = job("echo never", "in.h5", "out-%02a.h5", MPIATTN_LAUNCH="srun")
     assert (code, calls) == (2, [])
     assert said == "mpiattn: 'out-%02a.h5' has %a, the task of an array; this job is none: sbatch --array=0-3 ...\n"
+
+
+# In place of launch.sh.  The signal comes as late as it may before the script hands it on.
+LAUNCH = r"""
+set -euo pipefail
+die() { echo "mpiattn: $*"; exit 2; }
+readable() { :; }
+trap() { kill -USR1 $$; builtin trap "$@"; }
+set_starts() { starts=(sleep_instead); }
+sleep_instead() { exec sleep 9; }
+"""
+
+
+def test_a_signal_while_the_ranks_are_started(tmp_path):
+    (tmp_path / "launch.sh").write_text(LAUNCH)
+    outcome = subprocess.run(
+        ["bash", launch.SLURM / "run.sbatch", "in.h5", tmp_path / "out.h5", "--resume"],
+        env=os.environ | JOB | {"MPIATTN_SLURM": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=launch.patience(60),
+    )
+    assert outcome.returncode == 2 and "SIGUSR1 came before the ranks were started" in outcome.stdout

@@ -136,7 +136,7 @@ def get(name: str = "auto", transport: str = "auto", local_rank: int = 0) -> Bac
     """A new back end.  For "auto", the first candidate that can run here.
 
     transport, local_rank: for back ends on a GPU, see `mpiattn.backends.cuda.backend.CudaBackend`.  These have, besides
-    the protocol, what `mpiattn.comm.near` needs: device, slots, opened, connect and near.
+    the protocol, what `mpiattn.comm.transport` needs: device, by_mpi, slots, opened, connect and near.
 
     Raises ArgumentError if there is no such back end or it cannot run here.
     """

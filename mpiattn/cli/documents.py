@@ -5,25 +5,18 @@ import re
 
 import numpy as np
 
-from ..comm.agreement import agreement
 from ..errors import FileError
 from ..files.hdf5 import dataset_of
 
 
-def read_documents(peers, group, specs, files=None):
-    """Read documents on rank 0 and return them as arguments of `MeshAttention.forward`; collective.
+def read_documents(group, specs, files=None):
+    """Documents as arguments of `MeshAttention.forward`, which checks their values; raises FileError.
 
     group: the open input file, or a group of it.  specs: argument of `MeshAttention.forward` -> (option, SPEC or None).
-    The plan checks the values.  files: a dict that keeps the contents of other files, which may be pipes, for more
-    groups.
+    files: a dict that keeps what other files hold, which may be pipes, for more groups.
     """
-    arguments, files = {}, {} if files is None else files
-    with agreement(peers, only=0):
-        if peers.rank == 0:
-            arguments = {
-                name: _read(group, option, spec, files) for name, (option, spec) in specs.items() if spec is not None
-            }
-    return peers.allgather(arguments)[0]
+    files = {} if files is None else files
+    return {name: _read(group, option, spec, files) for name, (option, spec) in specs.items() if spec is not None}
 
 
 def read_file(option, path):
@@ -38,9 +31,9 @@ def _read(group, option, spec, files):
             return _checked(dataset)
         if spec not in files:
             with open(spec, "rb") as stream:
-                files[spec] = stream.read()  # once, because it may be a pipe
-        data = files[spec]
-        return _checked(_of_npy(data)) if data.startswith(b"\x93NUMPY") else _of_text(data.decode())
+                data = stream.read()  # once, because it may be a pipe
+            files[spec] = _checked(_of_npy(data)) if data.startswith(b"\x93NUMPY") else _of_text(data.decode())
+        return files[spec]
     except FileNotFoundError:
         may_be = "a file" if group is None else "a dataset of IN or a file"
         raise FileError(f"{option} is {spec!r}; it must be {may_be}, and there is none of that name") from None

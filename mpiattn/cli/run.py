@@ -209,6 +209,7 @@ def _solve_each(job, args, left, many, output, kept, request, before):
             if kept:
                 output.flush()
                 kept.add(task.group, done.reports.get(task.group))
+    job.of = ""
     return done
 
 

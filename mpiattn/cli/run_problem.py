@@ -10,7 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..arguments.arrays import on_host
-from ..comm.agreement import agreement
+from ..comm.agreement import agreement, from_rank_0
 from ..console import options
 from ..console.progress import Progress
 from ..errors import FileError, MpiattnError
@@ -63,12 +63,22 @@ def tasks_of(comm, peers, args, source):
 
     A plan expects the documents of its first problem.
     """
-    plans, tasks, files = {}, [], {}
-    for group, (shapes, axes) in source.shapes.items():
-        part = source.part(group, shapes, axes)
+    parts = {group: source.part(group, *about) for group, about in source.shapes.items()}
+    documents = _documents(peers, args, parts)
+    with agreement(peers):  # on all of them at once: there may be thousands
+        mask, asked = options.mask_of(args), {}
+        for group, part in parts.items():
+            with _of_group(group):
+                asked[group] = _asked(args, part, documents[group])
+    plans, tasks = {}, []
+    for group, part in parts.items():
+        shape, added = asked[group]
         with _of_group(group):
-            task = _task(comm, peers, args, group, part, plans, files)
-        tasks.append(task)
+            if shape not in plans:
+                plans[shape] = _plan(comm, peers, args, part, added, documents[group], mask)
+        plan = plans[shape]
+        chosen = chosen_of(plan, args, part.axes, plan.activity_of(**documents[group])) | added.asked
+        tasks.append(Task(group, part, plan, documents[group], added, chosen))
     return tasks
 
 
@@ -83,31 +93,45 @@ def _of_group(group):
         raise
 
 
-def _task(comm, peers, args, group, source, plans, files):
+def _documents(peers, args, parts):
+    """The documents of all problems, as arguments of `MeshAttention.forward`, by group; collective."""
     cuts = {"cu_seqlens": ("--documents", args.documents), "cu_seqlens_k": ("--documents-k", args.documents_k)}
-    documents = read_documents(peers, source.group, cuts, files) | ({"padding": True} if args.padding else {})
+
+    def read():
+        files, documents = {}, {}
+        for group, part in parts.items():
+            with _of_group(group):
+                documents[group] = read_documents(part.group, cuts, files)
+        return documents
+
+    documents = from_rank_0(peers, read)
+    return {group: of | ({"padding": True} if args.padding else {}) for group, of in documents.items()}
+
+
+def _asked(args, part, documents):
+    """What a plan for a problem depends on besides the options, and its biases; raises ArgumentError and FileError."""
+    problem = Problem(**part.shapes)
+    check_documents(problem, **documents)
+    added = biases.RunBiases(args, part, problem)
+    return (*part.shapes.items(), *added.plan.items()), added
+
+
+def _plan(comm, peers, args, part, added, documents, mask):
+    """A plan for all problems like this one; collective."""
     with agreement(peers):
-        check_documents(Problem(**source.shapes), **documents)
-        added = biases.RunBiases(args, source, Problem(**source.shapes))
-        mask = options.mask_of(args)
-        layout = options.layout_of(args, comm.size, source.shapes["seqlen"], source.shapes["seqlen_k"])
-    shape = *source.shapes.items(), *added.plan.items()
-    if shape not in plans:
-        plans[shape] = RunPlan(
-            comm,
-            added.gradients,
-            **source.shapes,
-            **options.given(args, *options.MASKS, "softcap", "scale", *PLAN),
-            mask=mask,
-            layout=layout,
-            **added.plan,
-            **options.given(args, "max-message", "max-memory", "machine", "timeout"),
-            direction="both" if args.backward else "forward",
-            expected_cu_seqlens=None if "cu_seqlens_k" in documents else documents.get("cu_seqlens"),
-        )
-    plan = plans[shape]
-    chosen = chosen_of(plan, args, source.axes, plan.activity_of(**documents)) | added.asked
-    return Task(group, source, plan, documents, added, chosen)
+        layout = options.layout_of(args, comm.size, part.shapes["seqlen"], part.shapes["seqlen_k"])
+    return RunPlan(
+        comm,
+        added.gradients,
+        **part.shapes,
+        **options.given(args, *options.MASKS, "softcap", "scale", *PLAN),
+        mask=mask,
+        layout=layout,
+        **added.plan,
+        **options.given(args, "max-message", "max-memory", "machine", "timeout"),
+        direction="both" if args.backward else "forward",
+        expected_cu_seqlens=None if "cu_seqlens_k" in documents else documents.get("cu_seqlens"),
+    )
 
 
 def contents(task, args, attributes):

@@ -23,7 +23,7 @@ from .peers import translate_ranks
 TAG = 0  # for messages on the communicator's duplicate, where no call is running
 TIMED = 16 * 2**20  # bytes that every rank sends while it is timed
 TIMES = 4  # the first makes connections, the fastest counts
-_TIMED: dict[tuple[int, ...], tuple[float, float]] = {}  # by the ranks of COMM_WORLD and the GPU of this one
+_TIMED: dict[tuple[int, ...], tuple[float, float]] = {}  # by the ranks of COMM_WORLD and the GPU of each
 
 
 def succeeds(peers, backend, why):
@@ -52,19 +52,20 @@ def succeeds(peers, backend, why):
 def compared(peers, nodes, backend, connected):
     """`seconds` of a back end, and of one like it whose GPUs copy from each other; collective.
 
-    connected: makes that one.  The same ranks are timed once.
+    connected: makes that one.  The same ranks on the same GPUs are timed once.
     """
     ranks = translate_ranks(peers.comm, range(peers.size), MPI.COMM_WORLD)
-    key = *ranks, backend.device
-    if not all(peers.allgather(key in _TIMED)):
-        with agreement(peers):
-            other = connected()
-        took = seconds(peers, nodes, backend), seconds(peers, nodes, other)
-        other.close()
-        if MPI.UNDEFINED in ranks:  # processes that were started later
-            return took
+    key = *ranks, *peers.allgather(backend.device)
+    timed = peers.allgather(_TIMED.get(key))
+    if None not in timed:
+        return timed[0]  # of one rank: another thread may time the same ranks meanwhile
+    with agreement(peers):
+        other = connected()
+    took = seconds(peers, nodes, backend), seconds(peers, nodes, other)
+    other.close()
+    if MPI.UNDEFINED not in ranks:  # of processes that were started later only this communicator knows
         _TIMED[key] = took
-    return _TIMED[key]
+    return took
 
 
 def seconds(peers, nodes, backend):

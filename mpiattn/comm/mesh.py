@@ -306,6 +306,7 @@ class Home:
         if ranks:
             revoke([self.comm, *(comm for mesh in self.meshes.values() for comm in mesh.shared())])
         self.plans.clear()
+        self.known.failed()
         keep_forever(self)  # MPI may still use its buffers
         endings.abort_if_uncaught()
 

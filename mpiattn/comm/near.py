@@ -12,11 +12,22 @@ class Near:
     """The ranks whose slots this rank reads, and that read its own.
 
     device: the GPU of this rank.  own: its slots; None if no other rank is on its node.  opened: theirs, by rank.
-    acks: the `mpiattn.comm.acks.Acks` among all ranks.
+    acks: the `mpiattn.comm.acks.Acks` among all ranks.  failed: whether a call has: slots may then never come back.
     """
 
     def __init__(self, device, own, opened, acks):
-        self.device, self.own, self.opened, self.acks = device, own, opened, acks
+        self.device, self.own, self.opened, self.acks, self.failed = device, own, opened, acks, False
+
+    def take(self):
+        """The number of a slot for a piece to send; None if none is free.  Raises MpiattnError if none will ever be."""
+        self.collect()
+        number = self.own.take(self)
+        if number is None and self.own.gone():
+            raise MpiattnError(
+                "calls that failed on other communicators hold all GPU memory by which this rank sends to its node; a "
+                "new plan or cache gets other memory"
+            )
+        return number
 
     def collect(self):
         """Take back the slots that have been read."""

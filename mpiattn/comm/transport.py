@@ -46,16 +46,23 @@ class Known:
 
     names: the name of the back end that all ranks can run, by the name that was asked for.
     near: the `mpiattn.comm.near.Near` of this rank for its GPU `device`, or None and why.
+    before: those for other GPUs.
     """
 
     def __init__(self):
-        self.names, self.device, self.near, self.why = {}, None, None, ""
+        self.names, self.device, self.near, self.why, self.before = {}, None, None, "", []
 
     def near_for(self, peers, nodes, backend):
         """(near, why) for a back end; collective: the ranks try it when one of them uses its GPU for the first time."""
         if peers.largest([self.device != backend.device])[0]:
+            self.before.append(self.near)
             self.device, (self.near, self.why) = backend.device, connect(peers, nodes, backend)
         return self.near, self.why
+
+    def failed(self):
+        """A call has failed: what other ranks have not read by now they may never read."""
+        for near in filter(None, (self.near, *self.before)):
+            near.failed = True
 
 
 def make_backend(peers, nodes, name, transport, known=None):

@@ -22,6 +22,7 @@ LISTED = 40  # an error lists at most this many datasets
 CONVERT = "`mpiattn convert` makes one of .npy, .npz, safetensors and PyTorch files: mpiattn convert FILES OUT"
 AXES = ("bshd", "bhsd")  # (batch, seqlen, heads, dim), and PyTorch's (batch, heads, seqlen, dim)
 ERRORS = (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError)  # that h5py raises for odd files
+FEW_ATTRIBUTES = 64, 32  # HDF5 indexes more than 8, which makes a group larger and takes twice as long
 BFLOAT16_FIELDS = (15, 7, 8, 0, 7)  # bit of the sign; first bit and number of bits of exponent and mantissa
 
 
@@ -141,19 +142,15 @@ def write(dataset, starts, array, how=None, axis=0):
     dataset.id.write(*_transfer(dataset, starts, np.ascontiguousarray(array), axis), dxpl=how)
 
 
-def members(group):
-    """(path, object) of every group and dataset in an open file or group.
+def members(group, datasets=True):
+    """(path, object) of every group in an open file or group, and of every dataset if they are wanted.
 
     Links to other places are followed at last, so that a group with several names comes once, under its own.
     """
     entered, links = set(), []
 
-    def see(here, name, path):
-        try:
-            item = opened(here, name, whole=False)
-        except AbsentError:
-            return
-        if isinstance(item, h5py.Dataset):
+    def see(item, path):
+        if isinstance(item, h5py.Dataset) and datasets:
             yield path, item
         elif isinstance(item, h5py.Group) and _place(item) not in entered:
             yield path, item
@@ -164,14 +161,16 @@ def members(group):
         for name in here:
             if isinstance(name, bytes):  # not UTF-8: no option can name it
                 continue
-            if isinstance(here.get(name, getlink=True), h5py.HardLink):
-                yield from see(here, name, path + name)
-            else:
+            if here.id.links.get_info(name.encode()).type != h5py.h5l.TYPE_HARD:
                 links.append((here, name, path + name))
+            elif datasets or h5py.h5o.get_info(here.id, name.encode()).type == h5py.h5o.TYPE_GROUP:
+                yield from see(here[name], path + name)
 
     yield from inside(group, "")
     while links:
-        yield from see(*links.pop(0))
+        here, name, path = links.pop(0)
+        with contextlib.suppress(AbsentError):
+            yield from see(opened(here, name, whole=False), path)
 
 
 def _place(item):
@@ -206,11 +205,13 @@ def needed_bytes(file):
     """The length in bytes that a file must have to hold all its datasets."""
     ends = [file.id.get_filesize()]
 
-    def see(name, item):
-        if isinstance(item, h5py.Dataset) and item.id.get_offset() is not None:  # contiguous
-            ends.append(item.id.get_offset() + item.id.get_storage_size())
+    def see(name, about):
+        if about.type == h5py.h5o.TYPE_DATASET:
+            data = h5py.h5d.open(file.id, name)
+            if data.get_offset() is not None:  # contiguous
+                ends.append(data.get_offset() + data.get_storage_size())
 
-    file.visititems(see)
+    h5py.h5o.visit(file.id, see, info=True)
     return max(ends)
 
 
@@ -268,12 +269,34 @@ def group(file, path):
     """The group of an open file at a path, "" for the file; it and those above it are created where they are not."""
     here = file
     for name in filter(None, path.split("/")):
-        if name not in here:
-            how = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
-            how.set_obj_track_times(False)  # files with the same contents are the same bytes
-            h5py.h5g.create(here.id, name.encode(), gcpl=how)
-        here = here[name]
+        here = here[name] if name in here else _new_group(here, name)
     return here
+
+
+def group_with(file, path, attributes, models):
+    """As `group`, with attributes.
+
+    models: a dict that keeps, for more groups of the file, one without a name for each set of attributes: HDF5 copies
+    them ten times as fast as it makes them.
+    """
+    if not path or path in file:
+        here = group(file, path)
+        here.attrs.update(attributes)
+        return here
+    if repr(attributes) not in models:
+        models[repr(attributes)] = model = _new_group(file, None)
+        model.attrs.update(attributes)
+    above, _, name = path.rpartition("/")
+    h5py.h5o.copy(models[repr(attributes)].id, b".", group(file, above).id, name.encode())
+    return file[path]
+
+
+def _new_group(here, name):
+    """A new group; None for one without a name, which the file loses when it is closed."""
+    how = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
+    how.set_obj_track_times(False)  # files with the same contents are the same bytes
+    how.set_attr_phase_change(*FEW_ATTRIBUTES)
+    return h5py.Group(h5py.h5g.create(here.id, name and name.encode(), gcpl=how))
 
 
 def create_datasets(group, shapes):

@@ -126,7 +126,7 @@ class Input:
 
     def grid_of(self, name):
         """The grid if a dataset has its axes for the tokens, else None."""
-        return self._grid if self._source(name).data.ndim > 4 else None
+        return self._grid if self._grid and self._source(name).data.ndim > 4 else None
 
     def chunks(self, wanted, progress=None):
         """This rank's chunks: arrays (batch, tokens, heads, dim), with tokens outermost in memory; collective.

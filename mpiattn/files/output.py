@@ -10,6 +10,7 @@ import copy
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+import h5py
 import numpy as np
 
 from ..comm.agreement import agreement
@@ -134,16 +135,15 @@ class Output:
 
     def _create(self):
         with hdf5.writing(self.new.partial, create=True) as file:
+            models = {}
             for path, contents in self._contents.items():
-                group = hdf5.group(file, path)
-                create_datasets(group, contents.stored())
-                group.attrs.update(contents.attributes)
+                create_datasets(hdf5.group_with(file, path, contents.attributes, models), contents.stored())
         reserve(self.new.partial)
 
     def _found(self):
         """(offset, shape, dtype) of every dataset, by its path in the file."""
         return {
-            _join(path, name): (self.file[_join(path, name)].id.get_offset(), *of)
+            _join(path, name): (h5py.h5d.open(self.file.id, _join(path, name).encode()).get_offset(), *of)
             for path, contents in self._contents.items()
             for name, of in contents.ordered().items()
         }

@@ -37,11 +37,12 @@ def opened(group, name, whole=True):
 
     whole: whether all numbers of a dataset must be there, and not only the dataset.
     """
-    return group[name] if _leads(group, name, whole) else None
+    item = _leads(group, name, whole)
+    return group[name] if item is True else item or None
 
 
 def _leads(group, name, whole=True, links=0):
-    """Whether a name leads to something; AbsentError where it leads to what is not there."""
+    """What a name leads to, True for something behind a link, False for nothing; AbsentError if it is not there."""
     if "\0" in name or not name:
         return False
     if links > LINKS:
@@ -62,7 +63,7 @@ def _leads(group, name, whole=True, links=0):
         at = at[part]
     if whole and isinstance(at, h5py.Dataset):
         _check_all_there(at, name, links)
-    return True
+    return at
 
 
 def _link(group, part):

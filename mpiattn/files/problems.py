@@ -50,7 +50,7 @@ def _has(group, name):
 
 def _groups(file, role):
     """Paths of the groups that have a dataset `role`, in order."""
-    groups = (path for path, item in members(file) if isinstance(item, h5py.Group) and _has(item, role))
+    groups = (path for path, item in members(file, datasets=False) if _has(item, role))
     return sorted(groups, key=_by_number)
 
 

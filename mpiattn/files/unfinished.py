@@ -9,7 +9,6 @@ alone: a line that is cut short does not count.
 import contextlib
 import json
 import os
-import shutil
 
 import h5py
 
@@ -37,7 +36,8 @@ class Unfinished:
 
     def __init__(self, peers, path, source, made_by, problems):
         self._peers, self._problems, self.file, self.reports = peers, problems, None, {}
-        made_by = {"IN": source.version} | made_by
+        self._source, self._version = source, source.version
+        made_by = {"IN": self._version} | made_by
         self.made_by = json.dumps(made_by)
 
         def look():
@@ -63,9 +63,19 @@ class Unfinished:
     def add(self, problem, report):
         """Note that a problem is finished: its results must be on the disk; collective.
 
-        report: on rank 0, what JSON holds.
+        report: on rank 0, what JSON holds.  Raises FileError if IN has changed since the run began.
         """
-        from_rank_0(self._peers, lambda: self.file.add(problem, report))
+
+        def note():
+            now = self._source.version
+            if now != self._version:
+                raise FileError(
+                    f"IN is {str(self._source.path)!r}; it was changed while it was read: {self._version} at first, "
+                    f"{now} now; OUT does not mix results of both"
+                )
+            self.file.add(problem, report)
+
+        from_rank_0(self._peers, note)
         self.finished.add(problem)
         self._note()
 
@@ -107,11 +117,21 @@ class _File:
         self.begun = header is not None and earlier == self._made_by
         self.whole = not self.begun and self._is_whole()
         if self.whole:
-            shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was killed at its very end
+            self._try_to_remove()  # that of a run that was killed at its very end
         elif not self.begun:
             with self._errors("written"):
-                shutil.rmtree(self.folder, ignore_errors=True)  # of a run that has finished nothing
-                os.mkdir(self.folder)
+                self._remove()  # that of a run that has finished nothing
+                os.mkdir(self.folder, 0o700)  # until OUT has its name only the owner has access
+
+    def _remove(self):
+        """Remove the folder with what such a run leaves there; OSError if there is anything else."""
+        for path, remove in ((self._journal, os.unlink), (self.partial, os.unlink), (self.folder, os.rmdir)):
+            with contextlib.suppress(FileNotFoundError):
+                remove(path)
+
+    def _try_to_remove(self):
+        with contextlib.suppress(OSError):
+            self._remove()
 
     @contextlib.contextmanager
     def _errors(self, doing):
@@ -129,9 +149,8 @@ class _File:
         try:
             with open(self._journal, "rb") as file:
                 data = file.read()
+            os.stat(self.partial)  # any other error means that nobody knows, and nothing may be removed
         except FileNotFoundError:
-            return []
-        if not os.path.isfile(self.partial):
             return []
         lines, kept = [], 0
         for line in data.splitlines(keepends=True):
@@ -207,7 +226,9 @@ class _File:
         sync(self.partial, mode_of(self.target))
         os.replace(self.partial, self.target)
         self._published = True
-        shutil.rmtree(self.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            sync(os.path.dirname(self.target))  # else a crash may undo the renaming alone, and not what follows
+        self._try_to_remove()
         self.lock.release()
 
     def discard(self):
@@ -216,7 +237,7 @@ class _File:
             return
         with contextlib.suppress(OSError, FileError):
             if not any("problem" in line for line in self._lines()):
-                shutil.rmtree(self.folder, ignore_errors=True)
+                self._remove()
         self.lock.release()
 
 

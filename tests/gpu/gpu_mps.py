@@ -31,7 +31,8 @@ class Mps:
         self.variables = self._own
         try:
             text = run([sys.executable, "-c", CLIENT], 3 * SECONDS, **self._own)
-            servers = run(["sh", "-c", f"echo get_server_list | '{control}'"], SECONDS, **self._own).split()
+            said = run(["sh", "-c", f"echo get_server_list | '{control}'"], SECONDS, **self._own).split()
+            servers = [word for word in said if word.isdecimal()]  # it says in words that there is no daemon
             if "adds up to 6" not in text or not servers:
                 raise RuntimeError("a program has used the GPU, but not through MPS: it has no server")
         except BaseException:

@@ -6,6 +6,7 @@ Ranks on the same GPU or not: CUDA has no other way between processes.
 import os
 import re
 import time
+import types
 
 import launch
 import numpy as np
@@ -17,6 +18,7 @@ from mpiattn import ArgumentError, KVCache, Layout, MeshAttention, PeerFailure, 
 from mpiattn.arguments.arrays import on_host
 from mpiattn.comm import device_trial, mesh, transport
 from mpiattn.comm.acks import Acks
+from mpiattn.comm.peers import Peers
 
 pytestmark = [
     pytest.mark.workshop,
@@ -194,6 +196,19 @@ def test_an_mpi_that_is_slower_within_nodes(comm, fresh, at_least, monkeypatch, 
         assert plan.transport.startswith("device: a test says so") and right(plan)
 
 
+def test_ranks_are_timed_on_other_gpus_too(comm, fresh, at_least, monkeypatch):
+    """And all take the times of the GPUs that they have now, also where only one of them has changed its GPU."""
+    at_least(2)
+    seconds, faster = iter([10.0, 1.0, 1.0, 10.0]), []  # by MPI and by CUDA IPC, on the first GPUs and on the others
+    monkeypatch.setattr(transport, "another", lambda *arguments: backends.get("numpy"))
+    monkeypatch.setattr(device_trial, "_TIMED", {})
+    monkeypatch.setattr(device_trial, "seconds", lambda *arguments: next(seconds))
+    for gpu in (0, 1, 0):
+        backend = types.SimpleNamespace(device=gpu if comm.rank == 1 else 0, by_mpi="device")
+        faster.append(transport._is_faster(Peers(fresh), [0] * comm.size, backend, None)[0])
+    assert faster == [True, False, True]
+
+
 def test_ranks_that_are_alone(comm, fresh, monkeypatch):
     monkeypatch.setattr(mesh, "nodes_of", lambda peers: [*range(peers.size)])
     with MeshAttention(fresh, **SHAPE) as plan:
@@ -262,6 +277,7 @@ def test_a_rank_raises_in_a_pass(comm, at_least):
         plan.close()
         with MeshAttention(comm, **SHAPE) as again:
             assert again.transport.startswith(AUTO) and right(again)
+            assert (plan._backend.near.failed, again._backend.near.failed) == (True, False)
 
 
 def test_slots_that_do_not_come_back(comm, at_least, monkeypatch):

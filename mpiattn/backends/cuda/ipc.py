@@ -52,9 +52,7 @@ class Ipc:
 
     def _fill(self, array, piece, words, uses):
         """Copy a piece into a slot; False if none is free."""
-        own = self.near.own
-        self.near.collect()
-        number = own.take()
+        own, number = self.near.own, self.near.take()
         if number is None:
             return False
         start, runtime = piece * own.nbytes, self._runtime

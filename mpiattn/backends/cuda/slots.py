@@ -35,6 +35,7 @@ class Slots:
     """The slots of this process on one GPU.
 
     pointer: where they begin.  events: of each slot, and of one more.  uses: how often each has been given back.
+    They are shared by all communicators; the `mpiattn.comm.near.Near` of one holds the slots that it has taken.
     """
 
     def __init__(self, cupy, device):
@@ -56,16 +57,26 @@ class Slots:
                 BYTES,
                 written.tobytes(),
             )
-        self.uses, self._free = [0] * NUMBER, list(range(NUMBER))
+        self.uses, self._free, self._holders = [0] * NUMBER, list(range(NUMBER)), [None] * NUMBER
 
-    def take(self):
+    def take(self, holder):
         """The number of a free slot, or None."""
-        return self._free.pop() if self._free else None
+        try:
+            number = self._free.pop()
+        except IndexError:  # or another thread was first
+            return None
+        self._holders[number] = holder
+        return number
 
     def give(self, number):
         """A slot is free again: what was in it has been read."""
+        self._holders[number] = None
         self.uses[number] += 1
         self._free.append(number)
+
+    def gone(self):
+        """Whether no slot will ever be free again."""
+        return all(holder is not None and holder.failed for holder in self._holders)
 
     @property
     def lost(self):
