@@ -118,6 +118,14 @@ def lists_of(mask, seqlen, queries=None):
     return len(mask.intervals(np.arange(seqlen) if queries is None else queries, seqlen, seqlen)[0])
 
 
+def test_a_mask_has_no_truth_value():
+    """`a and b` would silently be b, and `a or b` a."""
+    window, blocks = masks.window(3, 0), masks.chunked(4)
+    for wrong in (lambda: window and blocks, lambda: window or blocks, lambda: not window):
+        with pytest.raises(ArgumentError, match=r"neither true nor false; combine masks with & and \|, not with"):
+            wrong()
+
+
 def test_few_lists():
     """Launches of a block: one for each list."""
     field = masks.neighborhood((64, 128), 15, cyclic=(False, True))

@@ -7,7 +7,7 @@ holds the k-th interval of every query, empty where a query has fewer.  `mpiattn
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -61,6 +61,13 @@ class IntervalMask:
 
     def __or__(self, other: IntervalMask) -> IntervalMask:
         return Either(self, other) if isinstance(other, IntervalMask) else NotImplemented
+
+    def __bool__(self) -> NoReturn:
+        """Raise ArgumentError: `a and b`, which looks like `a & b`, would be b alone."""
+        raise ArgumentError(
+            f"{type(self).__name__} is a mask, which is neither true nor false; combine masks with & and |, not with "
+            "`and`, `or` and `not`; `mask is None` tells whether there is a mask"
+        )
 
 
 def checked_mask(mask: Any) -> IntervalMask:
