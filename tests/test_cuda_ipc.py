@@ -15,7 +15,7 @@ from files import write_input
 from launch import ROOT, TESTS, mpirun
 
 from mpiattn.arguments.arrays import on_host
-from mpiattn.backends.cuda import ipc, slots
+from mpiattn.backends.cuda import backend, ipc, slots
 from mpiattn.backends.testing import emulated
 from mpiattn.comm.near import Near
 from mpiattn.errors import MpiattnError
@@ -183,12 +183,17 @@ def test_closing_does_not_wait_for_the_dead(gpu, near, monkeypatch):
     event.record()  # which no stream ever comes to
     monkeypatch.setitem(fake_ipc.opened_events, id(event), event)
     fake_cupy.runtime.streamWaitEvent(gpu._in.ptr, id(event))
-    start = time.monotonic()
+    array = gpu.contiguous(np.ones(9))
+    gpu.outgoing(array).by_peer(2)
+    gpu.sent(array)
+    staged, start = gpu.staged_bytes, time.monotonic()
     gpu.close()
     assert 0.1 < time.monotonic() - start < 10
+    assert gpu.staged_bytes == staged > 0, "pinned memory that may still be copied to or from has been freed"
     gpu._in.queue.clear()
     del fake_cupy._busy[gpu._in.serial]
     fake_ipc.own_events.remove(event)
+    backend._STUCK.remove(gpu)
 
 
 def test_the_fence(gpu, near):

@@ -30,6 +30,7 @@ CAPABILITY = 80  # the minimum compute capability that the kernels are compiled 
 STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel may use without an explicit request
 ALIGNMENT = 16  # bytes; of arrays that kernels read by asynchronous copies
 NOT_READY = 600  # cudaErrorNotReady
+_STUCK = []  # back ends that wait for the GPU of a process that was killed: they may copy from or to their memory yet
 
 
 class _CupyLaunches(KernelLaunches):
@@ -368,8 +369,10 @@ class CudaBackend(_CupyLaunches):
 
     def close(self):
         with suppress(MpiattnError):  # calls that waited have already raised it
-            if self._wires.quiet():
-                self.drain()
+            if not self._wires.quiet():
+                _STUCK.append(self)
+                return
+            self.drain()
         self._wires.staging.clear()
         self._work_array.clear()
         self._works.clear()
