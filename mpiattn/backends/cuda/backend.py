@@ -30,7 +30,7 @@ CAPABILITY = 80  # the minimum compute capability that the kernels are compiled 
 STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel may use without an explicit request
 ALIGNMENT = 16  # bytes; of arrays that kernels read by asynchronous copies
 NOT_READY = 600  # cudaErrorNotReady
-_STUCK = []  # back ends that wait for the GPU of a process that was killed: they may copy from or to their memory yet
+_STUCK: list[object] = []  # back ends that wait for a killed process's GPU, and may still copy from and to their memory
 
 
 class _CupyLaunches(KernelLaunches):
