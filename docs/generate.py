@@ -11,7 +11,8 @@ What is worth copying from here into a program of your own:
 - The prompt is a prefill: every rank has a chunk of it, attention is a `MeshAttention` plan's, and the keys and values
   go into a `KVCache` where they are.
 - From then on every rank runs the model on the one new token, which is little work.  `append` leaves its key and value
-  on the rank that holds the fewest, and `tree_decode` gives every rank the same bits, so that all take the same token.
+  on the rank that holds the fewest.  The algorithm "butterfly" of `tree_decode` gives every rank the same bits, so that
+  all take the same token.
 
 With --check, rank 0 does the same alone and compares.
 """
@@ -87,7 +88,7 @@ class Generator:
 
         def attend(name, q, k, v):
             self.caches[name].append(k, v)
-            return tree_decode(q, self.caches[name], scale=1.0)[0]
+            return tree_decode(q, self.caches[name], scale=1.0, algorithm="butterfly")[0]
 
         tokens = np.array([token])
         before = attend("first", *first_layer(tokens, np.array([self.position])))

@@ -137,9 +137,12 @@ def test_decode_of_generated_files(tmp_path):
         ),
         (
             lambda files: write_input(files[0], **dict.fromkeys("kv", np.zeros((1, 0, 2, 16), "f4"))),
-            "cache has no token in any sequence of the call; append the keys and values",
+            "CACHE is '{0}'; it holds no token, and must hold those of the queries",
         ),
-        (lambda files: write_input(files[0], kv_heads=3), "kv_heads is 3; it must divide heads, which is 4"),
+        (
+            lambda files: write_input(files[0], kv_heads=3),
+            "with 1 sequences and head_dim 16, in float32; kv_heads, which is 3, must divide heads",
+        ),
     ],
 )
 def test_errors_are_said_once(tmp_path, break_it, message):

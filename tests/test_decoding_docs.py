@@ -63,9 +63,17 @@ assert np.allclose(lse[0, :, 0], np.log(np.exp(scores).sum(axis=1)), atol=1e-4),
 """
 
 
+# What the page says of copies: the same results as its source, of other tokens than the prompt's alone
+COPIED = """
+assert np.allclose(out[1], out[2], atol=1e-6) and np.allclose(lse[1], lse[2], atol=1e-6)
+assert not np.allclose(out[0], out[1], atol=1e-2)
+"""
+
+
 @needs_docs
 def test_code_of_the_page():
     code = code_of("decoding.md", "decode") + code_of("decoding.md", "biases") + BIASED
+    code += code_of("decoding.md", "copy") + COPIED
     printed = launch.mpirun(3, [sys.executable, "-c", code], timeout=60).stdout
     assert printed.split() == ["(1000,", "1000)", "(2,", "1,", "8,", "64)", "(990,", "1000)"]
 

@@ -23,8 +23,17 @@ def sequence_numbers(sequences: Any, count: int) -> list[int] | range:
     except TypeError:
         wrong = True
     if wrong or len(set(numbers)) < len(numbers) or not all(0 <= n < count for n in numbers):
-        raise ArgumentError(f"sequences is {sequences!r}; it must be different numbers from 0 to {count - 1}")
+        raise ArgumentError(
+            f"sequences is {sequences!r}; it must be different numbers from 0 to {count - 1}, in a list"
+        )
     return range(count) if numbers == list(range(count)) else numbers
+
+
+def sequence_number(sequence: Any, count: int) -> int:
+    """A number below `count`."""
+    if not _is_count(sequence) or not 0 <= sequence < count:
+        raise ArgumentError(f"sequence is {sequence!r}; it must be a number from 0 to {count - 1}")
+    return int(sequence)
 
 
 def _listed(name: str, values: Any) -> list[Any]:

@@ -123,11 +123,12 @@ def _meant(name: str, allowed: tuple[str, ...]) -> str:
     ours = FORMER.get(name, ELSEWHERE.get(name, name))
     if ours in allowed:
         return f" any more; it is now called {ours}" if name in FORMER else f"; it is called {ours} here"
-    if name in WITHOUT:
-        return f": {WITHOUT[name]}"
     functions = sorted(function for function, of in _known.items() if ours in of and ours not in "qkv")
-    if functions:
-        return f"; {ours} is one of {', '.join(functions)}"
+    elsewhere = f"; {ours} is one of {', '.join(functions)}" if functions else ""
+    if name in WITHOUT:
+        return f": {WITHOUT[name]}{elsewhere}"
+    if elsewhere:
+        return elsewhere
     return of_choices(name, allowed) or f", which has {', '.join(allowed)}"
 
 

@@ -100,12 +100,14 @@ def _problems(args, cache, asked):
     """The problem of every sequence; FileError where the queries do not fit the cache."""
     sequences, queries, heads, head_dim = asked["shape"]
     fits = (cache.sequences, cache.head_dim, cache.dtype)
-    if (sequences, head_dim, asked["dtype"]) != fits:
+    if (sequences, head_dim, asked["dtype"]) != fits or heads % cache.kv_heads:
         raise FileError(
             f"QUERIES is {args.queries!r}; its q is {asked['shape']} in {asked['dtype']}; for CACHE it "
             f"must be (sequences, queries, heads, head_dim) with {fits[0]} sequences and head_dim "
-            f"{fits[1]}, in {fits[2]}"
+            f"{fits[1]}, in {fits[2]}; kv_heads, which is {cache.kv_heads}, must divide heads"
         )
+    if queries and not any(cache.lengths):
+        raise FileError(f"CACHE is {args.cache!r}; it holds no token, and must hold those of the queries")
     shape = {name: getattr(cache, name) for name in ("kv_heads", "head_dim", "value_dim", "shared_kv", "dtype")}
     return [Problem(seqlen=queries, seqlen_k=length, heads=heads, **shape, **_mask(args)) for length in cache.lengths]
 

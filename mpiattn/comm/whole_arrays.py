@@ -80,8 +80,8 @@ def _check_tokens(name, array, axis, length):
 
 
 def check_root(root, ranks):
-    """Raise ArgumentError unless it is None or one of so many ranks."""
-    if root is not None and (not isinstance(root, Integral) or not 0 <= root < ranks):
+    """Raise ArgumentError unless it is None or one of so many ranks.  A truth value is none."""
+    if root is not None and (isinstance(root, bool) or not isinstance(root, Integral) or not 0 <= root < ranks):
         raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {ranks - 1}")
 
 

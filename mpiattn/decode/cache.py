@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..arguments.counts import kept_lengths, sequence_numbers, token_counts
+from ..arguments.counts import kept_lengths, sequence_number, sequence_numbers, token_counts
 from ..arguments.keywords import for_record
 from ..comm.agreement import agree_on, agreement
 from ..comm.collective_calls import Collective
@@ -13,6 +13,7 @@ from ..comm.mesh import Home
 from ..comm.peers import time_limit
 from ..comm.refusal import of_call, of_making, refusing
 from ..comm.transport import make_backend
+from ..comm.whole_arrays import check_root
 from ..model.tuned import machine_for
 from ..problem.layout import Layout, of_sizes
 from ..problem.problem import dims_in_words, partial_dtype
@@ -164,7 +165,7 @@ class KVCache(Collective):
             Chunks of the ranks, as after a prefill: append(k, v, layout=plan.k_layout).  Numbers: of tokens of every
             rank, of consecutive chunks in order of rank.
         check : bool, default True
-            Verify by a small allreduce that the arguments are valid and the same on all ranks.
+            Verify by a small allreduce that the arguments are valid and, but for numbers in k and v, alike on ranks.
 
         Raises
         ------
@@ -273,9 +274,7 @@ class KVCache(Collective):
         from .cache_file import save
 
         with self.call("save") as call:
-            with call.agreement():
-                pass
-            save(self, path)
+            save(self, path, call)
 
     @classmethod
     def load(
@@ -422,6 +421,7 @@ class KVCache(Collective):
         """
         key = nbytes, lse_bytes, root
         if key not in self._algorithms:
+            check_root(root, self.ranks)
             links = self.machine.inside, self.machine.between
             self._algorithms[key] = reduction.choose(
                 nbytes, lse_bytes, self.nodes, *links, root, self.machine.combining
@@ -429,7 +429,7 @@ class KVCache(Collective):
         return self._algorithms[key]
 
     def _number(self, sequence: int) -> int:
-        return sequence_numbers([sequence], self.sequences)[0]
+        return sequence_number(sequence, self.sequences)
 
     def close(self) -> None:
         """Free the memory and, with the communicator's last user, mpiattn's state for it; collective.

@@ -23,7 +23,7 @@ from ..files.output import Contents, Output, Written
 from ..files.shapes import check_order, order_of
 from ..problem.documents import left_out
 from ..problem.problem import ITEMSIZE, dtype_name
-from ..system.values import truth
+from ..system.values import path_text, truth
 
 # Bytes of a run of keys that a rank gets at a time, or of values if they are longer.  Longer runs are not read faster
 # from a file.  A window of keys may have a run more on some ranks; decoding reads that in microseconds.
@@ -105,8 +105,13 @@ def read_cache_shapes(path, axes=None, argument="path", padding=False):
         return fixed, order or AXES[0]
 
 
-def save(cache, path, argument="path"):
-    """Write a cache to a file, which appears whole or not at all; collective."""
+def save(cache, path, call):
+    """Write a cache to a file, which appears whole or not at all; collective.
+
+    call: this collective call, a `mpiattn.comm.collective_calls.Call`.
+    """
+    with call.agreement() as same:
+        same["path"] = path_text("path", path)
     peers, total = cache.combiner.peers, sum(cache.lengths)
     starts = np.cumsum([0, *cache.lengths])
     shapes = {name: ((1, total, cache.kv_heads, dim), cache.dtype) for name, dim in zip("kv", cache.dims)}
@@ -118,11 +123,11 @@ def save(cache, path, argument="path"):
         path,
         {"": Contents({**shapes, "cu_seqlens": ((len(starts),), "int64")}, attributes)},
         max_message=cache.combiner.exchange.max_message,
-        argument=argument,
+        argument="path",
     )
     try:
         output.write_each(_chunks(cache, starts))
-        with agreement(peers), file_errors(argument, path, "written"):
+        with agreement(peers), file_errors("path", path, "written"):
             if output.file is not None:
                 write_at(output.file["cu_seqlens"], (0,), starts.astype(np.int64))
         output.commit()

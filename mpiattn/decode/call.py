@@ -11,6 +11,7 @@ from ..arguments.counts import sequence_numbers
 from ..backends.block import BlockInputs
 from ..comm.collective_calls import Collective
 from ..comm.refusal import of_call
+from ..comm.whole_arrays import check_root
 from ..errors import ArgumentError
 from ..masks.interval_mask import checked_mask
 from ..problem.problem import Problem
@@ -84,13 +85,18 @@ class DecodeCall:
             self.sequences = sequence_numbers(given.sequences, cache.sequences)
             wanted = Required((len(self.sequences), None, None, cache.head_dim), cache.dtype, QUERIES)
             q = checked_array(self.backend, "q", q, wanted)
-            if given.root is not None and given.root not in range(cache.ranks):
-                raise ArgumentError(f"root is {given.root!r}; it must be None or a rank from 0 to {cache.ranks - 1}")
+            check_root(given.root, cache.ranks)
             if given.algorithm is not None:
                 one_of("algorithm", given.algorithm, ("auto", *algorithms))
             self.index = cache.storage.index_of(self.sequences)
             lengths = cache.storage.ledgers.lengths[self.index]
             self.queries, self.heads = q.shape[1:3]
+            if self.heads % cache.kv_heads:
+                swapped = "; axes 1 and 2 may be swapped" if self.queries and self.queries % cache.kv_heads == 0 else ""
+                raise ArgumentError(
+                    f"kv_heads is {cache.kv_heads}; it must divide heads, which is {self.heads}: q has shape "
+                    f"{q.shape}, which is (sequences, queries, heads, head_dim){swapped}"
+                )
             if len(lengths) and self.queries and not lengths.any():
                 raise ArgumentError(
                     "cache has no token in any sequence of the call; append the keys and values of the queries' tokens "

@@ -32,6 +32,6 @@ def interval_lists(mask: IntervalMask, lengths: IntArray, ends: IntArray) -> lis
         if len(begin) > len(lists):
             lists = np.concatenate([lists, np.zeros((len(begin) - len(lists), *ends.shape), np.int64)])
         begin = np.minimum(np.maximum(begin, first), last)
-        of_sequence = lists[: len(begin), sequence].reshape(-1, 2, queries)
+        of_sequence = lists[: len(begin), sequence].reshape(len(begin), 2, queries)
         of_sequence[:, 0, there], of_sequence[:, 1, there] = begin, np.maximum(np.minimum(end, last), begin)
     return list(lists)

@@ -78,7 +78,7 @@ def ring_decode(
     Returns
     -------
     out, lse : array
-        As in `tree_decode`, on all ranks.
+        As in `tree_decode`, on all ranks, whose bits differ: each adds up the parts in another order.
 
     Raises
     ------

@@ -85,7 +85,8 @@ class Storage:
             full = int(np.argmax(in_use))
             error = ArgumentError(
                 f"the cache is full: rank {full} would need {in_use[full]} pages of {self.page_size} "
-                f"tokens and has {self.pages}; capacity is {self._capacity} tokens in all"
+                f"tokens and has {self.pages}; capacity is {self._capacity} tokens in all, and there would be "
+                f"{self.ledgers.lengths.sum()}"
             )
             raise everywhere(error, self._peers)  # every rank computes the same counts
         if spread:

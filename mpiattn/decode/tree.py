@@ -89,8 +89,8 @@ def tree_decode(
         sinks or each other.  If root is another rank they are checked but not written.  Their contents are undefined
         if the call raises.
     check : bool, default True
-        Verify by a small allreduce that the arguments are valid and the same on all ranks.  Without it an invalid
-        argument raises ArgumentError on its own rank only, and PeerFailure on the others.
+        Verify by a small allreduce that the arguments are valid and, but for numbers in q, the same on all ranks.
+        Without it an invalid argument raises ArgumentError on its own rank only, and PeerFailure on the others.
 
     Returns
     -------

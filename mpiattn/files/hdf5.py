@@ -15,6 +15,7 @@ import numpy as np
 from ..errors import FileError
 from ..problem.problem import ITEMSIZE, dtype_name
 from ..system.os_errors import reason
+from ..system.values import path_text
 from . import grids
 from .presence import AbsentError, opened
 
@@ -51,7 +52,11 @@ def file_errors(name, path, doing):
 
 
 def check_is_file(argument, path):
-    """Raise FileError, naming the argument, unless a path is a file: opening a pipe may wait for ever."""
+    """Raise FileError, naming the argument, unless a path is a file: opening a pipe may wait for ever.
+
+    ArgumentError if it is no path.
+    """
+    path_text(argument, path)
     if not os.path.isfile(path):
         what = "it is a folder" if os.path.isdir(path) else "it is a pipe or a device"
         why = f"{what}, it must be a file" if os.path.exists(path) else "there is no such file"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from ..comm.agreement import agreement
@@ -10,10 +9,13 @@ from ..comm.clocks import clocks
 from ..comm.refusal import of_call, refusing
 from ..errors import ArgumentError
 from ..files.trace_file import RankTrace, Trace, write
+from ..system.values import path_text
 from .description import Described
 from .distribution import Distributed
 
 if TYPE_CHECKING:
+    import os
+
     from ..comm.collective_calls import Call
     from ..engine.record import Pass
     from .rank_passes import RankPasses
@@ -49,9 +51,7 @@ class Traced(Described, Distributed):
         """
         with self.call("save_trace") as call:
             with call.agreement() as same:
-                if not isinstance(path, str | os.PathLike):
-                    raise ArgumentError(f"path is {path!r}; it must be a str or a path")
-                same["path"] = os.fspath(path)
+                same["path"] = path_text("path", path)
                 passes = self._recorded()
             trace = self._together(call, passes)
             with agreement(call.peers, only=0):

@@ -1,7 +1,8 @@
-"""Rules of single values: whole numbers, truth values, functions."""
+"""Rules of single values: whole numbers, truth values, functions, paths."""
 
 from __future__ import annotations
 
+import os
 from numbers import Integral
 from typing import Any
 
@@ -31,3 +32,10 @@ def truth(name: str, value: Any) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise ArgumentError(f"{name} is {value!r}; it must be True or False")
     return bool(value)
+
+
+def path_text(name: str, value: Any) -> str:
+    """The path as text.  Raises ArgumentError unless it is a str or a path."""
+    if not isinstance(value, str | os.PathLike):
+        raise ArgumentError(f"{name} is {value!r}; it must be a str or a path")
+    return os.fspath(value)

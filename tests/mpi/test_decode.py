@@ -15,16 +15,7 @@ from dense import TOLERANCE, Inputs, bits, largest, naive
 from runs import BACKENDS, agreed, narrow, on, once, settle
 from test_counted import Counting
 
-from mpiattn import (
-    ArgumentError,
-    KVCache,
-    Layout,
-    MeshAttention,
-    PeerFailure,
-    query_ring_decode,
-    ring_decode,
-    tree_decode,
-)
+from mpiattn import KVCache, Layout, MeshAttention, PeerFailure, query_ring_decode, ring_decode, tree_decode
 from mpiattn.arguments.arrays import on_host
 from mpiattn.backends.testing.paced import PacedBackend
 from mpiattn.decode import call, combine
@@ -318,67 +309,6 @@ def test_what_mpi_may_still_write_outlives_an_interrupted_call(group, monkeypatc
             with contextlib.suppress(PeerFailure):  # it may look for news before it has what was sent
                 tree_decode(q, cache, algorithm="butterfly", check=False)
         group.barrier()
-
-
-@on(3)
-def test_errors_are_the_same_on_every_rank(group):
-    token = np.zeros((1, 1, 2, 4), np.float32)
-    odd = group.rank == 1
-    with KVCache(group, capacity=12, kv_heads=2, head_dim=4, page_size=4) as cache:
-        cache.append(*np.zeros((2, 1, 9, 2, 4), np.float32))
-        q = np.zeros((1, 1, 4, 4), np.float32)
-        calls = [
-            (lambda: cache.append(token[..., :3] if odd else token, token), r"k has shape \(1, 1, 2, 3\).*rank 1 of 3"),
-            (lambda: cache.append(token.astype("float64"), token), "k has dtype float64; it must be float32"),
-            (lambda: cache.append(token, token, counts=[int(odd)]), r"counts is \[0\] on rank 0 but \[1\] on rank 1"),
-            (
-                lambda: cache.append(*np.zeros((2, 1, 2 + odd, 2, 4), np.float32)),
-                "the number of tokens of k, which is given without layout, is 2 on rank 0 but 3 on rank 1",
-            ),
-            (lambda: cache.append(token, token, layout=(0, 1, 0) if odd else None), "layout is left out on rank 0 but"),
-            (lambda: cache.append(token, token, sequences=[1]), r"sequences is \[1\]; it must be different numbers"),
-            (lambda: cache.append(token, token, layout=Layout("striped", 1, 2)), "it must be a Layout of 3 chunks"),
-            (lambda: cache.append(token, token, layout=(1, 0)), r"layout is \(1, 0\); as sizes of chunks it must"),
-            (lambda: cache.append(*np.zeros((2, 1, 40, 2, 4), np.float32)), "the cache is full: rank 0 would need 5 "),
-            (lambda: cache.append(token, token, counts=5), "counts is 5; it must be a sequence of whole numbers"),
-            (lambda: cache.truncate(2.0), "lengths is 2.0; it must be a sequence of whole numbers"),
-            (lambda: cache.truncate(10), "lengths is .10.; .* which have .9."),
-            (lambda: cache.truncate(3 + odd), "lengths is .3. on rank 0 but .4. on rank 1"),
-            (
-                lambda: tree_decode(q[..., :3], cache),
-                r"q has shape \(1, 1, 4, 3\); it must be \(sequences, .*\) = \(1, any, any, 4\)",
-            ),
-            (lambda: tree_decode(q[:, :, :3], cache), "kv_heads is 2; it must divide heads, which is 3"),
-            (
-                lambda: tree_decode(q, cache, algorithm="best"),
-                "algorithm is 'best'; it may be auto, allreduce, butterfly, levels",
-            ),
-            (lambda: tree_decode(q, cache, root=3), "root is 3; it must be None or a rank from 0 to 2"),
-            (lambda: tree_decode(q, cache, softcap=1.0 + odd), "softcap is 1.0 on rank 0 but 2.0 on rank 1"),
-            (lambda: tree_decode(q, cache, sinks=np.zeros(2, np.float32)), r"sinks has shape \(2,\)"),
-            (lambda: KVCache(group, capacity=8, kv_heads=1, head_dim=4, page_size=0), "page_size is 0"),
-            (lambda: KVCache(group, capacity=8, kv_heads=0, head_dim=4), "^kv_heads is 0"),
-            (lambda: KVCache(group, capacity=8 + odd, kv_heads=1, head_dim=4), "capacity is 8 on rank 0 but 9 on"),
-        ]
-        for call, message in calls:
-            with pytest.raises(ArgumentError, match=message) as raised:
-                call()
-            assert raised.value.everywhere
-            assert len(set(group.allgather(str(raised.value)))) == 1
-            assert cache.lengths == (9,)
-        out, lse = tree_decode(q, cache)
-        assert not out.any() and np.allclose(lse, np.log(9)), "what was refused has changed nothing"
-        for method in (cache.positions, cache.table, cache.local):
-            for number in (1, -1, "first"):
-                with pytest.raises(ArgumentError, match=f"sequences is .{number!r}.; it must be different numbers"):
-                    method(number)
-        cache.free()
-        for decode in (tree_decode, *RINGS.values()):
-            with pytest.raises(ArgumentError, match="cache has no token in any sequence of the call; append the keys"):
-                decode(q, cache)
-    with pytest.raises(ArgumentError, match="the cache is closed"):
-        tree_decode(q, cache)
-    assert cache.lengths == (0,) and cache.nbytes == 0
 
 
 @on(2)
