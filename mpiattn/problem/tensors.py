@@ -57,7 +57,7 @@ def shared(name: str, tensor: Any) -> np.ndarray:
         return tensor.numpy()
     except (TypeError, RuntimeError) as error:  # sparse, unknown to NumPy, or wrapped by a transform
         raise ArgumentError(
-            f"{name} is a tensor of {tensor.dtype} and {tensor.layout}; it must be a dense one "
+            f"{name} is a {type(tensor).__name__} of {tensor.dtype} and {tensor.layout}; it must be a dense one "
             f"that NumPy can share ({error})"
         ) from error
 
