@@ -346,7 +346,7 @@ WRONG = {
     "dtype": (lambda x: x.double(), "has dtype float64; it must be float32"),
     "bfloat16": (lambda x: x.bfloat16(), "has dtype bfloat16; it must be float32"),
     "float8": (lambda x: x.detach().to(torch.float8_e4m3fn), "it must be a dense one that NumPy can share"),
-    "sparse": (lambda x: x.detach().to_sparse(), "is a Tensor of torch.float32 and torch.sparse_coo; it must be a dense one"),
+    "sparse": (lambda x: x.detach().to_sparse(), "is a Tensor of torch.float32 and torch.sparse_coo; it must be"),
     "shape": (lambda x: x[..., :-1], "has shape"),
 }
 
