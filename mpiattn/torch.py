@@ -205,7 +205,8 @@ class _Gradients(torch.autograd.Function):
             q, k, v, out, lse, sinks, *biases = saved
             dout = torch.zeros_like(out) if dout is None else dout
             _check(plan, {"dout": dout, "dlse": dlse})
-        given, more = how.call(sinks, biases), {}
+        given = how.call(sinks, biases)
+        more: dict[str, Any] = {}
         if any(bias is not None for bias in biases):
             more = {"bias_gradients": how.wanted, "bias_shared": how.bias_shared}
         grads = plan.backward(dout, q, k, v, out, lse, dlse=dlse, check=how.check, **given, **more)
