@@ -36,9 +36,9 @@ from .arguments.arrays import check_form, check_values
 from .arguments.biases import WITH_GRADIENTS, BiasArguments
 from .arguments.documents import DocumentArguments
 from .arguments.untraced import untraced
-from .comm.refusal import of_call, refusing
+from .comm.refusal import refusing
 from .errors import ArgumentError
-from .plan.arguments import forms
+from .plan.arguments import checked_plan, forms, refused
 from .plan.gradient_shares import divide
 from .system.values import truth
 
@@ -54,7 +54,7 @@ NUMBERS = (*DocumentArguments._fields[:-1], "seed")
 
 
 @untraced
-@refusing("mpiattn.jax.attention", of_call("jax.attention", lambda plan=None, *args, **how: plan))
+@refusing("mpiattn.jax.attention", refused("jax.attention"))
 def attention(
     plan: MeshAttention,
     q: jax.Array,
@@ -156,7 +156,7 @@ def attention(
     options = BiasArguments(None, None, None, None, relative_grid, relative_cyclic, dropout, numbers.pop("seed", None))
     documents = DocumentArguments(**numbers)
     # copies, because the caller may change the originals before the call has ended
-    call = _Call(plan, *deepcopy((documents, options, bias_shared)), check, verify)
+    call = _Call(checked_plan(plan), *deepcopy((documents, options, bias_shared)), check, verify)
     if _traced(arrays):
         call.check_arguments(arrays)
         check_values(plan.problem.shared_kv, v)

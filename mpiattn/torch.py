@@ -20,14 +20,13 @@ except ImportError as error:
         f"mpiattn.torch needs torch ({error}); the `torch` extra has it: pip install 'mpiattn[torch]'"
     ) from error
 
-from torch.autograd.function import once_differentiable
-
 from . import backends
 from .arguments.biases import WITH_GRADIENTS, BiasArguments
 from .arguments.documents import DocumentArguments
 from .arguments.untraced import untraced
-from .comm.refusal import of_call, refusing
+from .comm.refusal import refusing
 from .errors import ArgumentError
+from .plan.arguments import checked_plan, refused
 from .plan.gradient_shares import divide
 from .problem.tensors import check_transforms, shared
 from .system.values import truth
@@ -43,7 +42,7 @@ TENSORS = ("q", "k", "v", "sinks", *WITH_GRADIENTS)
 
 
 @untraced
-@refusing("mpiattn.torch.attention", of_call("torch.attention", lambda plan=None, *args, **how: plan))
+@refusing("mpiattn.torch.attention", refused("torch.attention"))
 def attention(
     plan: MeshAttention,
     q: torch.Tensor,
@@ -131,7 +130,7 @@ def attention(
     biases = {"bias": bias, "key_bias": key_bias, "alibi_slopes": alibi_slopes, "relative_bias": relative_bias}
     biases = {name: tensor for name, tensor in biases.items() if tensor is not None}
     tensors = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks}) | biases
-    with plan.call("torch.attention") as call, call.agreement(check) as same:
+    with checked_plan(plan).call("torch.attention") as call, call.agreement(check) as same:
         _check(plan, tensors)
         if bias_shared is not None and bias is None:
             raise ArgumentError("bias_shared is given without bias, which alone it is about")
@@ -186,17 +185,28 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @untraced  # compiled code may hold loss.backward()
-    @once_differentiable
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-        plan, how = ctx.plan, ctx.how
         saved, changed = _saved(ctx)
+        return None, None, *_Gradients.apply(ctx.plan, ctx.how, changed, dout, dlse, *(saved or ()))
+
+
+class _Gradients(torch.autograd.Function):
+    """The plan's backward pass, a node of its own in the graph that create_graph=True asks for.
+
+    Torch's once_differentiable would not do: it takes the gradients for constants where dout is one, as that of a sum
+    is, and what is made of them would have wrong gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, plan: MeshAttention, how: _How, changed: Any, dout: Any, dlse: Any, *saved: Any) -> Any:
         with plan.call("torch.attention's backward pass") as call, call.agreement(how.check):
             if changed:
                 raise changed
             q, k, v, out, lse, sinks, *biases = saved
             dout = torch.zeros_like(out) if dout is None else dout
             _check(plan, {"dout": dout, "dlse": dlse})
-        given, more = how.call(sinks, biases), {}
+        given = how.call(sinks, biases)
+        more: dict[str, Any] = {}
         if any(bias is not None for bias in biases):
             more = {"bias_gradients": how.wanted, "bias_shared": how.bias_shared}
         grads = plan.backward(dout, q, k, v, out, lse, dlse=dlse, check=how.check, **given, **more)
@@ -205,7 +215,11 @@ class _Attention(torch.autograd.Function):
         names = ["q", "k", "v", *["sinks"] * (sinks is not None), *how.wanted]
         of = dict(zip(names, grads, strict=True))
         divide(plan, of, None if biases[0] is None else biases[0].shape, how.bias_shared)
-        return None, None, *[of.get(name) for name in TENSORS]  # torch casts them to the dtypes of the tensors
+        return tuple(of.get(name) for name in TENSORS)  # torch casts them to the dtypes of the tensors
+
+    @staticmethod
+    def backward(ctx: Any, *of_gradients: Any) -> Any:
+        raise ArgumentError("the gradients of mpiattn.torch.attention cannot be differentiated again")
 
 
 def _saved(ctx: Any) -> tuple[Any, RuntimeError | None]:

@@ -113,6 +113,17 @@ def test_pictures_of_masks():
 
 
 @needs_docs
+def test_a_mask_as_a_function():
+    """The keys that the page says in words: itself, the three before it, and every 100th before it."""
+    names = {}
+    exec(code_of("masks.md", "function"), names)
+    query, key = np.arange(1000)[:, None], np.arange(1000)
+    begin, end = (side[:, :, None] for side in names["mask"].intervals(query[:, 0], 1000, 1000))
+    shown = ((begin <= key) & (key < end)).any(axis=0)
+    assert (shown == ((key <= query) & ((key >= query - 3) | (key % 100 == 0)))).all()
+
+
+@needs_docs
 def test_a_mask_of_ones_own():
     """Against dense attention: what `plan.verify` compares with has the intervals of the same class."""
     check = """

@@ -34,7 +34,7 @@ else:
 sys.exit(runpy.run_path(sys.argv[0])["main"]())
 """
 
-# The example of docs/training.md on all ranks, and on a rank alone.
+# An example of docs/training.md on all ranks, and on a rank alone.
 STEP = """
 import sys
 code, spread, alone = sys.argv[1], {}, {}
@@ -88,10 +88,11 @@ def test_training_is_deterministic():
 
 
 @needs_example
-def test_step_of_the_documentation():
+@pytest.mark.parametrize("name", ["step", "ddp"])
+def test_step_of_the_documentation(name):
     """Gradients summed over three ranks are those of one."""
     text = (launch.DOCS / "training.md").read_text()
-    code = re.search(r"<!-- test: step -->\n```python\n(.*?)```", text, re.DOTALL)[1]
+    code = re.search(rf"<!-- test: {name} -->\n```python\n(.*?)```", text, re.DOTALL)[1]
     assert float(launch.mpirun(3, [sys.executable, "-c", STEP, code], timeout=120).stdout) < 1e-4
 
 

@@ -147,9 +147,8 @@ def function(f: Callable[[IntArray], tuple[Any, Any]], seqlen: int) -> Given:
     >>> import numpy as np
     >>> from mpiattn import masks
     >>> def keys(i):
-    ...     every = np.arange(0, 1000, 100)[:, None]
-    ...     recent = np.maximum(i - 3, every[i // 100, 0] + 1)
-    ...     return np.vstack([recent, every + 0 * i]), np.vstack([i + 1, np.where(every <= i, every + 1, 0)])
+    ...     recent, every = np.maximum(i - 3, 0), np.arange(0, 1000, 100)[:, None]
+    ...     return np.vstack([recent, every + 0 * i]), np.vstack([i + 1, np.where(every < recent, every + 1, 0)])
     >>> print(masks.function(keys, 1000))
     11 given intervals a query
     """

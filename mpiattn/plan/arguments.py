@@ -1,4 +1,4 @@
-"""The arrays of a plan's calls: the shape and dtype that each must have, and what ranks must agree on."""
+"""The arguments of a plan's calls: the plan itself, the arrays' shapes and dtypes, and what ranks must agree on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ import numpy as np
 
 from ..arguments.arguments import Arguments
 from ..arguments.arrays import Axes, Required
+from ..comm.collective_calls import Collective
+from ..comm.refusal import of_call
+from ..errors import ArgumentError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..backends.base import Array, Backend
     from ..problem.problem import Problem
     from ..schedule.needed import Activity
@@ -28,6 +33,24 @@ _AXES = {
     **dict.fromkeys(("lse", "dlse"), _ROWS),
     **dict.fromkeys(("sinks", "dsinks"), Axes(("heads",))),
 }
+
+
+def _is_plan(plan: object) -> bool:
+    return isinstance(plan, Collective) and plan.KIND == "plan"
+
+
+def checked_plan(plan: Any) -> Any:
+    """The plan of a call that is no method of it.  Raises ArgumentError, on this rank alone, if it is none."""
+    if not _is_plan(plan):
+        raise ArgumentError(
+            f"plan is a {type(plan).__name__}; it must be a MeshAttention: the plan comes first, then q, k and v"
+        )
+    return plan
+
+
+def refused(method: str) -> Callable[..., None]:
+    """What such a call does with a keyword that it does not have, for `mpiattn.comm.refusal.refusing`."""
+    return of_call(method, lambda plan=None, *args, **how: plan if _is_plan(plan) else None)
 
 
 def arguments_of(problem: Problem, tokens: tuple[int, int], backend: Backend) -> Arguments:

@@ -27,7 +27,7 @@ def is_tensor(argument: object) -> bool:
 def check_transforms(name: str, tensor: Any) -> None:
     """Raise ArgumentError where torch follows a tensor in a way of which results would know nothing.
 
-    These are the transforms of torch.func, forward-mode differentiation, and torch.jit.trace.
+    These are the transforms of torch.func, batches of gradients, forward-mode differentiation, and torch.jit.trace.
     """
     torch, forward_ad = sys.modules["torch"], sys.modules.get("torch.autograd.forward_ad")
     transforms = getattr(getattr(torch, "_C", None), "_are_functorch_transforms_active", bool)
@@ -35,6 +35,12 @@ def check_transforms(name: str, tensor: Any) -> None:
         raise ArgumentError(
             f"{name} is used inside a transform of torch.func (grad, vjp, jvp, vmap, ...); these do not work with "
             "mpiattn: call it outside of them, and take gradients by backward() or torch.autograd.grad"
+        )
+    of_many = getattr(getattr(getattr(torch, "_C", None), "_functorch", None), "is_legacy_batchedtensor", None)
+    if of_many is not None and of_many(tensor):
+        raise ArgumentError(
+            f"{name} is a batch of gradients, as is_grads_batched=True and vectorize=True make it; a backward pass "
+            "takes the gradients of a single loss: call it once for each"
         )
     if forward_ad is not None and forward_ad.unpack_dual(tensor).tangent is not None:
         raise ArgumentError(f"{name} has a tangent, of forward-mode differentiation; only backward() is possible")
@@ -51,7 +57,7 @@ def shared(name: str, tensor: Any) -> np.ndarray:
         return tensor.numpy()
     except (TypeError, RuntimeError) as error:  # sparse, unknown to NumPy, or wrapped by a transform
         raise ArgumentError(
-            f"{name} is a tensor of {tensor.dtype} and {tensor.layout}; it must be a dense one "
+            f"{name} is a {type(tensor).__name__} of {tensor.dtype} and {tensor.layout}; it must be a dense one "
             f"that NumPy can share ({error})"
         ) from error
 

@@ -166,6 +166,13 @@ def test_transforms_are_refused(comm, plan):
     assert refused(lambda: F.vmap(lambda factor: factor * of_torch(q))(torch.ones(2)))
 
 
+def test_batches_of_gradients_are_refused(comm, plan):
+    q, k, v = drawn(plan)
+    out, _ = attention(plan, q, k, v)
+    text = same_error(comm, lambda: torch.autograd.grad(out, q, torch.ones(2, *out.shape), is_grads_batched=True))
+    assert "dout is a batch of gradients, as is_grads_batched=True" in text
+
+
 def test_records_are_refused(comm, plan):
     q, k, v = drawn(plan, grad=False)
     with torch.autograd.forward_ad.dual_level():
