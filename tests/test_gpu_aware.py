@@ -144,7 +144,7 @@ def test_an_mpi_that_can_start_is_started(gtl, variables):
 LAUNCH = """
 import sys, fake_cupy
 sys.modules["cupy"] = fake_cupy
-from mpiattn.backends.cuda.wires import Wires
+from mpiattn.backends.cuda.wires import AsItIs
 from mpiattn.comm import device_trial
 from mpiattn.system import gpu_aware_mpi, gpu_probe
 aware, answer, text, broken, ipc = sys.argv[1:6]
@@ -152,16 +152,11 @@ if aware:
     gpu_aware_mpi.gpu_aware = lambda: (True, "a test says so")
 gpu_probe.probe = lambda: {"answer": answer, "text": text}
 if broken:
-    as_it_is = Wires._as_it_is
-    def lost(self, array, after):
-        return as_it_is(self, fake_cupy.empty(array.shape, array.dtype), after)
-    incoming = Wires._incoming_by_mpi
-    Wires._incoming_by_mpi = lambda self, array, after, collective=False: (
-        lost(self, array, after) if self.by_mpi == "device" else incoming(self, array, after, collective))
+    AsItIs.incoming = lambda self, array, after: self.outgoing(fake_cupy.empty(array.shape, array.dtype), after)
 seconds = device_trial.seconds
 def timed(peers, nodes, backend):
     assert seconds(peers, nodes, backend) > 0
-    return {"device": 16 * 2**20 / 50e9, "ipc": 16 * 2**20 / float(ipc)}[backend.transport]
+    return device_trial.NBYTES / {"device": 50e9, "ipc": float(ipc)}[backend.transport]
 device_trial.seconds = timed
 from mpiattn.cli import main
 sys.exit(main(sys.argv[6:]))

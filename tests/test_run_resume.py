@@ -243,35 +243,35 @@ def test_a_journal_of_something_else(half, header):
     )
 
 
-def test_a_run_that_has_finished_nothing_holds_up_no_other(tmp_path):
-    """Nothing of a run that fails in its first problem stays."""
+def run_two(tmp_path, solve):
+    """A run of two problems, a and b, by a command whose `solve` is what this text defines."""
     source = write_problems(tmp_path / "in.h5", {"a": {"seqlen": 30}, "b": {"seqlen": 30}})
     code = (
-        "import sys; from mpiattn.cli import main, run_problem\n"
-        "def fails(*given, **how): raise OSError(28, 'No space left on device')\n"
-        "run_problem.solve = fails\n"
+        "import os, sys; from mpiattn.cli import main, run_problem\n"
+        f"right = run_problem.solve\n{solve}\nrun_problem.solve = solve\n"
         "sys.exit(main(sys.argv[1:]))"
     )
     program = [sys.executable, "-c", code, "run", source, tmp_path / "out.h5", "--resume"]
-    assert mpirun(1, program, check=False).returncode
+    outcome = mpirun(1, program, check=False)
+    assert outcome.returncode == 1, outcome.stderr
+    return outcome.stderr
+
+
+def test_a_run_that_has_finished_nothing_holds_up_no_other(tmp_path):
+    """Nothing of a run that fails in its first problem stays."""
+    run_two(tmp_path, "def solve(*given, **how): raise OSError(28, 'No space left on device')")
     assert [path.name for path in tmp_path.iterdir()] == ["in.h5"]
 
 
 def test_in_is_changed_while_it_is_read(tmp_path):
     """The problem at hand does not count, and the earlier ones stay for an IN as it was."""
-    source = write_problems(tmp_path / "in.h5", {"a": {"seqlen": 30}, "b": {"seqlen": 30}})
-    code = (
-        "import os, sys; from mpiattn.cli import main, run_problem\n"
-        "solve = run_problem.solve\n"
-        "def late(job, args, task, *given):\n"
+    said = run_two(
+        tmp_path,
+        "def solve(job, args, task, *given):\n"
         "    os.utime(args.input, (5, 5)) if task.group == 'b' else None\n"
-        "    return solve(job, args, task, *given)\n"
-        "run_problem.solve = late\n"
-        "sys.exit(main(sys.argv[1:]))"
+        "    return right(job, args, task, *given)",
     )
-    program = [sys.executable, "-c", code, "run", source, tmp_path / "out.h5", "--resume"]
-    outcome = mpirun(1, program, check=False)
-    assert outcome.returncode == 1 and "it was changed while it was read: " in outcome.stderr, outcome.stderr
+    assert "it was changed while it was read: " in said, said
     lines = (tmp_path / "out.h5.unfinished/finished.jsonl").read_text().splitlines()
     assert [json.loads(line).get("problem") for line in lines] == [None, "a"]
 

@@ -21,9 +21,9 @@ from .exchange import Exchange
 from .peers import translate_ranks
 
 TAG = 0  # for messages on the communicator's duplicate, where no call is running
-TIMED = 16 * 2**20  # bytes that every rank sends while it is timed
+NBYTES = 16 * 2**20  # bytes that every rank sends while it is timed
 TIMES = 4  # the first makes connections, the fastest counts
-_TIMED: dict[tuple[int, ...], tuple[float, float]] = {}  # by the ranks of COMM_WORLD and the GPU of each
+_SECONDS: dict[tuple[int, ...], tuple[float, float]] = {}  # by the ranks of COMM_WORLD and the GPU of each
 
 
 def succeeds(peers, backend, why):
@@ -56,7 +56,7 @@ def compared(peers, nodes, backend, connected):
     """
     ranks = translate_ranks(peers.comm, range(peers.size), MPI.COMM_WORLD)
     key = *ranks, *peers.allgather(backend.device)
-    timed = peers.allgather(_TIMED.get(key))
+    timed = peers.allgather(_SECONDS.get(key))
     if None not in timed:
         return timed[0]  # of one rank: another thread may time the same ranks meanwhile
     with agreement(peers):
@@ -64,18 +64,18 @@ def compared(peers, nodes, backend, connected):
     took = seconds(peers, nodes, backend), seconds(peers, nodes, other)
     other.close()
     if MPI.UNDEFINED not in ranks:  # of processes that were started later only this communicator knows
-        _TIMED[key] = took
+        _SECONDS[key] = took
     return took
 
 
 def seconds(peers, nodes, backend):
-    """Seconds in which all ranks together pass `TIMED` bytes on to the next rank of their node; collective.
+    """Seconds in which all ranks together pass `NBYTES` bytes on to the next rank of their node; collective.
 
     nodes: the node of every rank.
     """
     ring, exchange = [rank for rank in range(peers.size) if nodes[rank] == nodes[peers.rank]], Exchange(peers)
     with agreement(peers):
-        sent, taken = (backend.empty((TIMED,), "uint8") for _ in range(2))
+        sent, taken = (backend.empty((NBYTES,), "uint8") for _ in range(2))
         backend.zero((sent, taken))
     took, idle, peers.idle = [], peers.idle, backend.idle  # ranks wait as in the calls of a plan
     for _ in range(TIMES):

@@ -121,10 +121,10 @@ def _is_faster(peers, nodes, backend, near):
     """Whether copies from GPU to GPU are faster than MPI between ranks of a node, and why in words; collective."""
     if backend.by_mpi == "staged":
         return True, "; ranks of a node copy from each other's GPU"
-    from .device_trial import TIMED, compared
+    from .device_trial import NBYTES, compared
 
     mpi, ipc = compared(peers, nodes, backend, lambda: another(backend, peers.rank, nodes, near))
-    rates = (f"{TIMED / seconds / 1e9:.3g} GB/s" for seconds in (mpi, ipc))
+    rates = (f"{NBYTES / seconds / 1e9:.3g} GB/s" for seconds in (mpi, ipc))
     return ipc < CLEARLY * mpi, "; between ranks of a node {} by MPI, {} by CUDA IPC".format(*rates)
 
 

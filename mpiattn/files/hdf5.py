@@ -7,6 +7,7 @@ arrays of ml_dtypes.bfloat16 as opaque elements of 2 bytes; these are read as bf
 
 import contextlib
 import os
+import pickle
 import re
 
 import h5py
@@ -288,11 +289,12 @@ def group_with(file, path, attributes, models):
         here = group(file, path)
         here.attrs.update(attributes)
         return here
-    if repr(attributes) not in models:
-        models[repr(attributes)] = model = _new_group(file, None)
-        model.attrs.update(attributes)
+    key = pickle.dumps(dict(attributes))
+    if key not in models:
+        models[key] = _new_group(file, None)
+        models[key].attrs.update(attributes)
     above, _, name = path.rpartition("/")
-    h5py.h5o.copy(models[repr(attributes)].id, b".", group(file, above).id, name.encode())
+    h5py.h5o.copy(models[key].id, b".", group(file, above).id, name.encode())
     return file[path]
 
 

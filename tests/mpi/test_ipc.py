@@ -176,8 +176,8 @@ def test_an_mpi_that_is_slower_within_nodes(comm, fresh, at_least, monkeypatch, 
     monkeypatch.setattr(gpu_aware_mpi, "gpu_aware", lambda: (True, "a test says so"))
     monkeypatch.setattr(gpu_probe, "probe", lambda: {"answer": "yes", "text": "and that it works"})
     monkeypatch.setattr(transport, "_probed", {})
-    monkeypatch.setattr(device_trial, "_TIMED", {})
-    monkeypatch.setattr(device_trial, "TIMED", 2500)  # several pieces of several slots
+    monkeypatch.setattr(device_trial, "_SECONDS", {})
+    monkeypatch.setattr(device_trial, "NBYTES", 2500)  # several pieces of several slots
     monkeypatch.setattr(transport, "CLEARLY", np.inf)
     timed, seconds = [], device_trial.seconds
     monkeypatch.setattr(device_trial, "seconds", lambda *given: timed.append(given[-1].transport) or seconds(*given))
@@ -201,7 +201,7 @@ def test_ranks_are_timed_on_other_gpus_too(comm, fresh, at_least, monkeypatch):
     at_least(2)
     seconds, faster = iter([10.0, 1.0, 1.0, 10.0]), []  # by MPI and by CUDA IPC, on the first GPUs and on the others
     monkeypatch.setattr(transport, "another", lambda *arguments: backends.get("numpy"))
-    monkeypatch.setattr(device_trial, "_TIMED", {})
+    monkeypatch.setattr(device_trial, "_SECONDS", {})
     monkeypatch.setattr(device_trial, "seconds", lambda *arguments: next(seconds))
     for gpu in (0, 1, 0):
         backend = types.SimpleNamespace(device=gpu if comm.rank == 1 else 0, by_mpi="device")

@@ -20,7 +20,7 @@ class Wires:
 
     def __init__(self, gpu, by_mpi, leaving, arriving):
         self.gpu, self.by_mpi, self._streams = gpu, by_mpi, (leaving, arriving)
-        self.staging, self._ipc = Staging(gpu, leaving, arriving), None
+        self.staging, self._as_it_is, self._ipc = Staging(gpu, leaving, arriving), AsItIs(gpu), None
 
     @property
     def transport(self):
@@ -43,41 +43,45 @@ class Wires:
     def outgoing(self, array, after, collective):
         """As `Backend.outgoing`."""
         if self._ipc is None or collective:
-            return self._outgoing_by_mpi(array, after, collective)
+            return self._way(collective).outgoing(array, after)
         return WireBytes(None, by_peer=partial(self._outgoing_to, array, after))
 
     def _outgoing_to(self, array, after, rank):
         if rank not in self.near.opened:
-            return self._outgoing_by_mpi(array, after)
+            return self._way().outgoing(array, after)
         self.staging.count(array)
         return self._ipc.outgoing(array, after or (self.gpu.begun,), rank)
-
-    def _outgoing_by_mpi(self, array, after, collective=False):
-        if self.by_mpi == "device" and not collective:
-            return self._as_it_is(array, after)
-        return self.staging.outgoing(array, after)
 
     def incoming(self, array, after, collective):
         """As `Backend.incoming`."""
         if self._ipc is None or collective:
-            return self._incoming_by_mpi(array, after, collective)
+            return self._way(collective).incoming(array, after)
         return WireBytes(None, by_peer=partial(self._incoming_from, array, after))
 
     def _incoming_from(self, array, after, rank):
-        if rank not in self.near.opened:
-            return self._incoming_by_mpi(array, after)
-        return self._ipc.incoming(array, after, rank)
+        near = rank in self.near.opened
+        return self._ipc.incoming(array, after, rank) if near else self._way().incoming(array, after)
 
-    def _incoming_by_mpi(self, array, after, collective=False):
-        if self.by_mpi == "device" and not collective:
-            return self._as_it_is(array, after)
-        return self.staging.incoming(array, after)
-
-    def _as_it_is(self, array, after):
-        """`WireBytes` of a device array.  MPI does not know streams, so `ready` lets the host wait for the events."""
-        events = after or (self.gpu.begun,)
-        return WireBytes(array.reshape(-1).view(np.uint8), lambda start, stop: partial(self.gpu.all_done, events))
+    def _way(self, collective=False):
+        """What makes the messages that MPI carries."""
+        return self.staging if collective or self.by_mpi == "staged" else self._as_it_is
 
     def quiet(self):
         """Whether all copies from other GPUs are done, or soon will be."""
         return self._ipc is None or self._ipc.quiet()
+
+
+class AsItIs:
+    """Device arrays that MPI is given.  It does not know streams, so `ready` lets the host wait for the events."""
+
+    def __init__(self, gpu):
+        self.gpu = gpu
+
+    def outgoing(self, array, after):
+        """As `Backend.outgoing`."""
+        events = after or (self.gpu.begun,)
+        return WireBytes(array.reshape(-1).view(np.uint8), lambda start, stop: partial(self.gpu.all_done, events))
+
+    def incoming(self, array, after):
+        """As `Backend.incoming`."""
+        return self.outgoing(array, after)
