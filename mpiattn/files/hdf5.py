@@ -94,7 +94,7 @@ def place_of(dataset, file):
     """
     name, how = dtype_of(dataset), dataset.id.get_create_plist()
     if (
-        h5py.h5o.get_info(dataset.id).fileno != h5py.h5o.get_info(file.id).fileno
+        _object(dataset).fileno != _object(file).fileno
         or name not in ITEMSIZE
         or dataset.id.get_type() != stored_type(np.dtype(dtype_name(name)))
         or how.get_layout() != h5py.h5d.CONTIGUOUS
@@ -169,7 +169,7 @@ def members(group, datasets=True):
                 continue
             if here.id.links.get_info(name.encode()).type != h5py.h5l.TYPE_HARD:
                 links.append((here, name, path + name))
-            elif datasets or h5py.h5o.get_info(here.id, name.encode()).type == h5py.h5o.TYPE_GROUP:
+            elif datasets or _object(here, name).type == h5py.h5g.GROUP:
                 yield from see(here[name], path + name)
 
     yield from inside(group, "")
@@ -181,8 +181,13 @@ def members(group, datasets=True):
 
 def _place(item):
     """Which object it is, of which file."""
-    info = h5py.h5o.get_info(item.id)
-    return info.fileno, info.addr
+    about = _object(item)
+    return about.fileno, about.objno
+
+
+def _object(here, name="."):
+    """The type and the place of an object.  h5o.get_info also reads the index of a dataset's chunks, for its size."""
+    return h5py.h5g.get_objinfo(here.id, name.encode())
 
 
 def contents(group):
