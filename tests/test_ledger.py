@@ -10,9 +10,11 @@ from calls import calls
 
 from mpiattn import ArgumentError, Layout
 from mpiattn.backends.pages import Pages, stretches
+from mpiattn.decode import token_owners
 from mpiattn.decode.ledgers import Ledgers
 from mpiattn.decode.token_owners import Ledger
 from mpiattn.model.machine import DEFAULT, Link
+from mpiattn.problem import layout
 from mpiattn.schedule import reduction
 
 
@@ -201,7 +203,7 @@ def test_work_does_not_grow_with_the_turns():
             ledger.truncate(4000)
 
         step()  # the first counts what there is, and keeps it
-        counted.append(calls(step, "ledger", "layout"))
+        counted.append(calls(step, token_owners, layout))
         kept.append(len(ledger._pieces))
         for _ in range(100):
             ledger.place(Layout("striped", 70, 3))

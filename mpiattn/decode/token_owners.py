@@ -170,9 +170,11 @@ class Ledger:
         if not positions.size or (positions == self.seqlen).all():
             return np.full(positions.shape, self.counts[rank])
         first, last = (self._piece_of(position) for position in (positions.min(), positions.max()))
-        total = np.full(positions.shape, self._tokens_before(first, rank), np.int64)
-        for number in range(first, last + 1):
-            total += self._pieces[number].before(rank, np.minimum(positions, self._end(number)))
+        pieces = first + np.searchsorted(self._starts[first + 1 : last + 1], positions, side="right")
+        total = np.empty(positions.shape, np.int64)
+        for number in np.unique(pieces).tolist():  # those between two positions do not matter
+            inside = pieces == number
+            total[inside] = self._tokens_before(number, rank) + self._pieces[number].before(rank, positions[inside])
         return total
 
     def numbered(self, rank, first, last):

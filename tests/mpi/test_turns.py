@@ -8,7 +8,9 @@ from test_decode import Mirror
 
 from mpiattn import ArgumentError, KVCache, Layout, query_ring_decode, ring_decode, tree_decode
 from mpiattn.arguments.arrays import on_host
-from mpiattn.decode import cache_file
+from mpiattn.backends import pages
+from mpiattn.decode import cache_file, token_owners
+from mpiattn.problem import layout
 from mpiattn.verify import reference
 
 TOKENS, HEADS, DIM = 1600, 2, 8
@@ -51,7 +53,7 @@ def test_case_35_turns(group):
                     right = all(np.allclose(array, whole, rtol=1e-5, atol=1e-5) for array, whole in zip(got, ref))
                     agreed(group, None if right else f"{decode.__name__} after {turns} turns is wrong")
             step(cache)  # the first counts what there is, and keeps it
-            counted.append(calls(lambda: step(cache), "ledger", "layout", "pages"))
+            counted.append(calls(lambda: step(cache), token_owners, layout, pages))
     agreed(group, None if max(counted) <= 1.2 * min(counted) else f"calls after 1, 10 and 400 turns: {counted}")
 
 
@@ -68,7 +70,7 @@ def test_what_does_not_fit_leaves_no_trace(group):
                 cache.append(*large)
 
         for _ in range(3):
-            used.append(calls(refused, "ledger", "layout"))
+            used.append(calls(refused, token_owners, layout))
         assert len(set(used)) == 1 and cache.lengths == (7,) and (cache.positions(0) == at).all()
         cache.append(*small)
         assert max(group.allgather(cache.local_lengths[0])) == 5, "dealt on as if nothing had been tried"
