@@ -144,7 +144,7 @@ def close(dtype, got, right):
         assert error(array, ref) <= tolerance(dtype) * max(largest(ref), 1)
 
 
-@pytest.mark.draw(8)
+@pytest.mark.draw(5)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("case", CASES)
 def test_a_bias_and_its_gradient(backend, case, shape):  # noqa: F811
@@ -163,7 +163,7 @@ def test_a_bias_and_its_gradient(backend, case, shape):  # noqa: F811
         close(dtype, backward(backend, block, given, None)[:3], right)
 
 
-@pytest.mark.draw(9)
+@pytest.mark.draw(5)
 @pytest.mark.parametrize("case", CASES[1:4])
 def test_one_bias_for_all_queries(backend, case):  # noqa: F811
     if case[4] not in backend.dtypes or "bias" not in backend.takes:
@@ -176,7 +176,7 @@ def test_one_bias_for_all_queries(backend, case):  # noqa: F811
     close(case[4], got, [*right, of_pairs.sum(axis=(0, 2), keepdims=True)])
 
 
-@pytest.mark.draw(9)
+@pytest.mark.draw(5)
 @pytest.mark.parametrize("case", CASES[1:5])
 def test_dropout(backend, case):  # noqa: F811
     """With a bias: the gradients are those of the weights that are kept."""

@@ -71,6 +71,7 @@ def several_intervals(mask, number):
     return (*inputs, begin, end, softcap, given), others, ref
 
 
+@pytest.mark.draw(8)
 @pytest.mark.parametrize("mask", MASKS)
 def test_rows_that_see_several_intervals(backend, mask):
     """All lists in one launch, with biases of every shape and dtype."""
@@ -145,6 +146,7 @@ def test_a_batch_where_it_lies(of_here, monkeypatch, dtype):
         assert results[0] == results[1]
 
 
+@pytest.mark.draw(6)
 @pytest.mark.parametrize("own", OWN)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_threads_change_no_bit(dtype, own):

@@ -109,7 +109,7 @@ def assert_right(backend, got, ref, dtype, times=1):
         assert error(array[seen], right[seen]) <= limit * max(largest(right[seen]), 1e-3)
 
 
-@pytest.mark.draw(10)
+@pytest.mark.draw(6)
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("mask", MASKS)
 def test_all_lists_in_one_launch(backend, mask, softcap):

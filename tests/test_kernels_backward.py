@@ -61,7 +61,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.draw(8)
+@pytest.mark.draw(6)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
 def test_backward(backend, shape):
     dtype, head_dim, value_dim, heads, kv_heads, queries, keys = shape
@@ -92,7 +92,7 @@ def test_gradients_are_added(backend):
     assert bits(*grads) == before
 
 
-@pytest.mark.draw(5)
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("dtype", "dim"), [("bfloat16", 128), ("float32", 36), ("float16", 6)])
 def test_splits_of_the_queries(backend, monkeypatch, dtype, dim, mask):

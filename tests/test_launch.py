@@ -152,6 +152,7 @@ def test_whole_suite_under_a_launcher(tmp_path):
             f"{tests}/test_mask.py",
             f"{tests}/test_nodes.py",
             f"{tests}/mpi/test_scatter.py",
+            "--most=2",
         ],
         timeout=60,
         cwd=launch.ROOT,

@@ -123,7 +123,7 @@ def draw(rng, several):
     return problem, layouts, documents and documents(), rng.choice(tiles(ranks))
 
 
-@pytest.mark.draw(80)
+@pytest.mark.draw(40)
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("seed", range(150))
 def test_tokens_and_bytes_are_those_of_the_pairs(seed, several):

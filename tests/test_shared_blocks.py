@@ -109,7 +109,7 @@ def check(backend, shape, mask):
         assert error(array, ref + 1) <= 3 * noise(dtype, backend) * max(largest(size), 1)
 
 
-@pytest.mark.draw(10, slow=4)
+@pytest.mark.draw(6, slow=4)
 @pytest.mark.parametrize("shape, mask", list(product(SHAPES, MASKS)))
 def test_blocks(backend, shape, mask):
     if shape[0] not in backend.dtypes:
