@@ -41,7 +41,7 @@ def results(q, k, v, dout, causal, blocks, dtype, each):
         total = np.logaddexp.reduce(score, axis=-1)
         block = of_block(np.exp(score - total[..., None]) @ v[:, keys])
         both = np.logaddexp(lse[:, rows], total)
-        weights = [np.exp(one - both)[..., None] for one in (lse[:, rows], total)]
+        weights = [np.exp(partial - both)[..., None] for partial in (lse[:, rows], total)]
         out[:, rows], lse[:, rows] = weights[0] * out[:, rows] + weights[1] * block, both
     out = rounded(out, dtype)
     delta = (dout * out).sum(-1, keepdims=True)

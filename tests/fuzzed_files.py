@@ -197,10 +197,10 @@ def _in_child(seeds, damaged, show):
             done = file.read()
         _, status = os.waitpid(child, 0)
         fate.seek(0)
-        told = fate.read()
+        report = fate.read()
     if status:
-        print(f"{seeds[len(done)]}: {told}", flush=True)
-        where = next((line for line in told.splitlines() if line.startswith("  ")), "")
+        print(f"{seeds[len(done)]}: {report}", flush=True)
+        where = next((line for line in report.splitlines() if line.startswith("  ")), "")
         # Of all that the child calls, only HDF5 can crash.  A child that waits too long ends without a signal.
         of_hdf5 = os.WIFSIGNALED(status) or "/h5py/" in where
         done += b"." if damaged and of_hdf5 else b"x"

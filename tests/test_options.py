@@ -74,11 +74,11 @@ def test_arguments_of_the_rings(function):
 
 def and_others(calls):
     """The calls, and those of mpiattn.torch and mpiattn.jax where there are torch and JAX."""
-    found = [*calls]
+    every = [*calls]
     for library in ("torch", "jax"):
         with suppress(ImportError):
-            found.append(import_module(f"mpiattn.{library}").attention)
-    return found
+            every.append(import_module(f"mpiattn.{library}").attention)
+    return every
 
 
 def named(function):

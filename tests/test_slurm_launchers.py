@@ -306,7 +306,7 @@ ARRAY = {"SLURM_ARRAY_JOB_ID": "15", "SLURM_ARRAY_TASK_ID": "3"}
 def test_numbers_of_the_job_in_arguments(job, site, arguments, become):
     code, said, _ = job(r'printf "<%s>" "$@"', *arguments, MPIATTN_LAUNCH="srun", **site)
     assert code == 0, said
-    assert said.split("(MPIATTN_LAUNCH)\n")[1] == ("".join(f"<{one}>" for one in become) or "<>")
+    assert said.split("(MPIATTN_LAUNCH)\n")[1] == ("".join(f"<{word}>" for word in become) or "<>")
     assert ("mpiattn: task 3 of array 15, 8 ranks on" in said) == (site == ARRAY)
 
 

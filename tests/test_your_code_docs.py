@@ -30,6 +30,6 @@ def dense(steps):
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_particles_are_those_of_dense_attention(ranks):
     text = launch.mpirun(ranks, [sys.executable, PROGRAM, "--steps", "3"]).stdout
-    found = re.findall(r"^step \d: 300 particles, mean (\S+) (\S+) (\S+)$", text, re.MULTILINE)
-    assert len(found) == 3
-    assert np.abs(np.array(found, float) - dense(3)).max() < 2e-4
+    means = re.findall(r"^step \d: 300 particles, mean (\S+) (\S+) (\S+)$", text, re.MULTILINE)
+    assert len(means) == 3
+    assert np.abs(np.array(means, float) - dense(3)).max() < 2e-4

@@ -120,11 +120,11 @@ def unknown(called: str, names: Iterable[str], allowed: Iterable[str] | None = N
 
 
 def _meant(name: str, allowed: tuple[str, ...]) -> str:
-    ours = FORMER.get(name, ELSEWHERE.get(name, name))
-    if ours in allowed:
-        return f" any more; it is now called {ours}" if name in FORMER else f"; it is called {ours} here"
-    functions = sorted(function for function, of in _known.items() if ours in of and ours not in "qkv")
-    elsewhere = f"; {ours} is one of {', '.join(functions)}" if functions else ""
+    current = FORMER.get(name, ELSEWHERE.get(name, name))
+    if current in allowed:
+        return f" any more; it is now called {current}" if name in FORMER else f"; it is called {current} here"
+    functions = sorted(function for function, of in _known.items() if current in of and current not in "qkv")
+    elsewhere = f"; {current} is one of {', '.join(functions)}" if functions else ""
     if name in WITHOUT:
         return f": {WITHOUT[name]}{elsewhere}"
     if elsewhere:
@@ -135,10 +135,10 @@ def _meant(name: str, allowed: tuple[str, ...]) -> str:
 def option(name: str, options: Iterable[str]) -> str:
     """Text to append to an error about an option of a command, such as "--softmax-scale"; "" if nothing is known."""
     plain = name.strip("-").replace("-", "_")
-    ours = FORMER.get(plain, ELSEWHERE.get(plain, ""))
-    called = f"--{ours.replace('_', '-')}"
-    if ours and called in options:
+    current = FORMER.get(plain, ELSEWHERE.get(plain, ""))
+    called = f"--{current.replace('_', '-')}"
+    if current and called in options:
         return f"; {name} is now called {called}" if plain in FORMER else f"; {name} is called {called} here"
-    if (ours or plain) in OF_CALLS:
-        return f"; {name}: this command has no {ours or plain}, an argument of MeshAttention.forward"
+    if (current or plain) in OF_CALLS:
+        return f"; {name}: this command has no {current or plain}, an argument of MeshAttention.forward"
     return f"; {name}: {WITHOUT[plain]}" if plain in WITHOUT else ""

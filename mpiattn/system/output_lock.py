@@ -47,15 +47,15 @@ class Owner(NamedTuple):
 
     def ended(self):
         """Whether it is certain that it has."""
-        ended, ours = processes.ended(self.process), slurm_job.this()
+        ended, this_job = processes.ended(self.process), slurm_job.this()
         if ended is not None:
             return ended
-        if self.job.number is None or self.job.cluster != ours.cluster or self.user != _user():
+        if self.job.number is None or self.job.cluster != this_job.cluster or self.user != _user():
             return False
-        if self.job.number != ours.number:
+        if self.job.number != this_job.number:
             return slurm_job.ended(self.job)
-        if self.job.restart != ours.restart:
-            return self.job.restart < ours.restart  # Slurm has ended every process before it requeues a job
+        if self.job.restart != this_job.restart:
+            return self.job.restart < this_job.restart  # Slurm has ended every process before it requeues a job
         return slurm_job.step_ended(self.job)
 
 

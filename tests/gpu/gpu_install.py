@@ -32,7 +32,7 @@ HELLO = (
 )
 
 
-def found(name):
+def program_path(name):
     """The path of a program of CUDA's."""
     places = [shutil.which(name), *map(str, Path("/usr/local").glob(f"cuda*/bin/{name}"))]
     program = next((place for place in places if place and os.access(place, os.X_OK)), None)

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from gpu_install import found
+from gpu_install import program_path
 
 SECONDS = 20
 CONTROL = "nvidia-cuda-mps-control"
@@ -24,7 +24,7 @@ class Mps:
 
     def start(self, run, record):
         """The section: the daemon, and a program that uses the GPU through it.  If either fails, it is stopped."""
-        control = found(CONTROL)
+        control = program_path(CONTROL)
         self.folder.mkdir(exist_ok=True)
         self.stop()  # that of a command that was killed
         run([control, "-d"], SECONDS, **self._own)
@@ -47,7 +47,7 @@ class Mps:
             with contextlib.suppress(Exception):  # there is no daemon, or no such program
                 environment = os.environ | self._own
                 subprocess.run(
-                    [found(CONTROL)],
+                    [program_path(CONTROL)],
                     input=b"quit\n",
                     env=environment,
                     timeout=SECONDS,

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gpu_install import HELLO, Installed, found, greeting
+from gpu_install import HELLO, Installed, greeting, program_path
 from gpu_mps import Mps
 from gpu_sections import Skip
 from rank_cases import CASES
@@ -217,7 +217,7 @@ class Work:
     def profile(self, run, record):
         """What ncu counts on a forward pass, the gradients, and decoding."""
         self.needs("torch")
-        program = found("ncu")
+        program = program_path("ncu")
         report = self.args.results / "profile.ncu-rep"
         counted = [program, "--clock-control", "none", "--set", "full", "-k", "regex:forward|gradient|merge_parts"]
         run([*counted, "-f", "-o", report, sys.executable, HERE / "gpu_profile.py"], GROUP_SECONDS)
@@ -294,7 +294,7 @@ class Work:
     def sanitize(self, run, record, tool, file, cases):
         """compute-sanitizer over small blocks, without CuPy's pool, which hides what is written beyond an array."""
         before = [
-            found("compute-sanitizer"),
+            program_path("compute-sanitizer"),
             "--tool",
             tool,
             "--report-api-errors",
