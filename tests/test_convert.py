@@ -12,6 +12,7 @@ from files import bfloat16_type, write_input
 
 from mpiattn.cli import convert, main
 from mpiattn.files import tensor_files
+from mpiattn.files.problems import read_problems
 
 SHAPES = {"q": (2, 33, 4, 8), "k": (2, 21, 2, 8), "v": (2, 21, 2, 5), "dout": (2, 33, 4, 5)}
 DTYPES = ["float32", "bfloat16", "float16", "float64"]
@@ -89,6 +90,95 @@ def test_without_batch_and_other_names(tmp_path, kind):
     assert_holds(tmp_path / "out.h5", {name: array[None] for name, array in tensors.items()})
 
 
+def layers(*numbers):
+    """Tensors of some layers, all different, by names as of a model's dump."""
+    return {f"layers.{n}.{name}": array + np.float32(n) for n in numbers for name, array in drawn().items()}
+
+
+def assert_has_layers(path, numbers, **others):
+    with h5py.File(path) as file:
+        assert set(file) == set(map(str, numbers))
+        for n in numbers:
+            assert set(file[str(n)]) == {*"qkv", *others}
+            assert all(np.array_equal(file[f"{n}/{name}"], array + np.float32(n)) for name, array in drawn().items())
+            assert all(np.array_equal(file[f"{n}/{name}"], array) for name, array in others.items())
+
+
+EVERY_LAYER = "q=layers.*.q,k=layers.*.k,v=layers.*.v"
+
+
+@pytest.mark.parametrize("kind", ["npy", "npz", "safetensors", "pt", "h5"])
+def test_a_group_for_each_layer(tmp_path, capsys, kind):
+    """In the order of their numbers; a tensor whose name has no * is in all of them."""
+    cuts = np.array([0, 5, 66])
+    names = EVERY_LAYER.replace(".", "/") if kind == "h5" else EVERY_LAYER
+    sources = save(kind, tmp_path, layers(10, 2, 0) | {"boundaries": cuts})
+    assert run(sources, tmp_path / "out.h5", "--names", f"{names},cu_seqlens=boundaries") == 0
+    assert_has_layers(tmp_path / "out.h5", [0, 2, 10], cu_seqlens=cuts)
+    each = "3 problems, each with q (2, 33, 4, 8), k (2, 21, 2, 8), v (2, 21, 2, 5), cu_seqlens (3,), float32, "
+    assert f"out.h5: {each}" in capsys.readouterr().out
+    problems, _ = read_problems(tmp_path / "out.h5")
+    assert list(problems) == ["0", "2", "10"]
+
+
+def test_a_group_for_each_file(tmp_path, capsys):
+    sources = []
+    for n in (0, 1):
+        sources.append(tmp_path / f"{n}.npz")
+        np.savez(sources[-1], **{name: array + np.float32(n) for name, array in drawn().items()})
+    assert run(sources, tmp_path / "out.h5", "--each-file") == 0
+    assert_has_layers(tmp_path / "out.h5", [0, 1])
+    np.savez(sources[1], **{name: array[:, :20] for name, array in drawn().items()}, other=np.zeros(3))
+    assert run(sources, tmp_path / "out.h5", "--each-file") == 0
+    assert "; 1 problem, with q (2, 20, 4, 8), k (2, 20, 2, 8)" in capsys.readouterr().out
+    (tmp_path / "other").mkdir()
+    same_name = tmp_path / "other" / "0.npz"
+    same_name.write_bytes(sources[0].read_bytes())
+    assert run([*sources, same_name], tmp_path / "out.h5", "--each-file") == 1
+    assert "convert: FILES has two files called 0; with --each-file their names must" in capsys.readouterr().err
+    np.savez(sources[1], q=drawn()["q"], v=drawn()["v"])
+    assert run(sources, tmp_path / "out.h5", "--each-file") == 1
+    assert f"FILES has {str(sources[1])!r}, which has no tensor 'k', and --names gives no" in capsys.readouterr().err
+
+
+def test_groups_of_the_layers_of_each_file(tmp_path):
+    sources = [tmp_path / "a.npz", tmp_path / "b.npz"]
+    for path, numbers in zip(sources, [(0, 1), (1, 2)]):
+        np.savez(path, **layers(*numbers))
+    assert run(sources, tmp_path / "out.h5", "--each-file", "--names", EVERY_LAYER) == 0
+    problems, _ = read_problems(tmp_path / "out.h5")
+    assert list(problems) == ["a/0", "a/1", "b/1", "b/2"]
+
+
+@pytest.mark.parametrize(
+    "tensors, names, says",
+    [
+        (
+            {"layers.3.q": drawn()["q"]},
+            EVERY_LAYER,
+            "FILES has no tensor 'layers.3.k'; did you mean 'layers.3.q'?; it has",
+        ),
+        (
+            {},
+            "q=layer.*.q,k=layer.*.k,v=layer.*.v",
+            "no tensor that q=layer.*.q of --names stands for; it has\n  layers.1.q",
+        ),
+        ({}, "q=*.*.q", "--names has q=*.*.q; a name may have one * and no more"),
+        (
+            {"layers.2/.q": np.zeros(3)},
+            EVERY_LAYER,
+            "in whose name * stands for '2/'; no group of OUT can be called so",
+        ),
+        ({"layers.1.v": np.zeros((2, 9, 2, 5), "f4")}, EVERY_LAYER, "in.safe:/1'; its shapes do not fit"),
+    ],
+)
+def test_layers_that_are_not_whole(tmp_path, capsys, tensors, names, says):
+    (source,) = save("npz", tmp_path, layers(1) | tensors)
+    assert run([source.rename(tmp_path / "in.safe")], tmp_path / "out.h5", "--names", names) == 1
+    assert says in capsys.readouterr().err
+    assert not list(tmp_path.glob("*out.h5*"))
+
+
 def test_nested_in_lists_and_alone(tmp_path):
     torch = pytest.importorskip("torch")
     tensors = {name: torch.tensor(array) for name, array in drawn().items()}
@@ -154,10 +244,10 @@ def test_a_missing_name_lists_what_there_is(tmp_path, capsys, kind):
             "its shapes do not fit: q (2, 33, 4, 8), k (2, 21, 2, 8), v (2, 22, 2",
         ),
         ({"v": np.zeros((2, 21, 2, 5), "f8")}, [], "dtypes float32, float32, float64"),
-        ({"v": np.zeros((2, 21, 2, 5), "i4")}, [], "FILES has 'v', (2, 21, 2, 5) in int32; v must have 3 or 4"),
-        ({"k": np.zeros((2, 21), "f4")}, [], "FILES has 'k', (2, 21) in float32; k must have 3 or 4 dimensions"),
+        ({"v": np.zeros((2, 21, 2, 5), "i4")}, [], "in.npz', (2, 21, 2, 5) in int32; v must have 3 or 4"),
+        ({"k": np.zeros((2, 21), "f4")}, [], "in.npz', (2, 21) in float32; k must have 3 or 4 dimensions"),
         ({"cu_seqlens": np.zeros(3)}, [], "cu_seqlens must have 1 or 2 dimensions and be of int32"),
-        ({"k": np.zeros((2, 21, 3, 8), "f4"), "v": np.zeros((2, 21, 3, 8), "f4")}, [], "kv_heads is 3; it must divide"),
+        (dict.fromkeys("kv", np.zeros((2, 21, 3, 8), "f4")), [], "in.npz'; kv_heads is 3; it must divide"),
         ({}, ["--only", "k,v", "--names", "q=k"], "--names names q, which --only k,v leaves out"),
     ],
 )

@@ -6,16 +6,26 @@ and cu_seqlens_k where FILES have them, in the order (batch, seqlen, heads, head
 a batch axis become a batch of one. Tensors are read and written a piece at a time, so they may be larger than memory.
 OUT appears whole or not at all; an existing file is replaced.
 
+Many problems, such as the layers of a model, go into groups of one OUT. With a * in --names there is a problem for
+each text that * stands for, in a group of that name. With --each-file every file is a problem, in a group named after
+the file. A tensor whose name has no * is the same in all problems.
+
 examples:
   mpiattn convert q.npy k.npy v.npy qkv.h5
   mpiattn convert dump.pt qkv.h5 --axes bhsd --names q=layers.0.q,k=layers.0.k,v=layers.0.v
   mpiattn convert model-00001.safetensors model-00002.safetensors cache.h5 --names k=k_cache,v=v_cache --only k,v
+  mpiattn convert dump.pt layers.h5 --axes bhsd --names 'q=layers.*.q,k=layers.*.k,v=layers.*.v'
+  mpiattn convert layer0.npz layer1.npz layers.h5 --each-file
 """
 
 import argparse
 import contextlib
 import math
 import os
+import re
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,13 +34,14 @@ from ..console.suggest import ROLE
 from ..errors import ArgumentError, FileError
 from ..files import hdf5
 from ..files.hdf5 import AXES
-from ..files.shapes import check_order, problem_of
+from ..files.problems import by_number
+from ..files.shapes import check_order, place_name, problem_of
 from ..files.tensor_files import not_there, open_tensors, pieces
 from ..problem.problem import ITEMSIZE, Problem, dtype_name
 from ..system.atomic_file import HDF5, NewFile
 from ..system.closest import closest
 from ..system.launch_variables import launch_rank
-from ..system.words import size
+from ..system.words import number, size
 from .names import CUTS, TENSORS, add_names
 
 PIECE_ELEMENTS = 2**22
@@ -62,6 +73,11 @@ def add_arguments(parser):
         metavar="LIST",
         help="convert only these: k,v for a CACHE of `mpiattn decode`, q for its QUERIES",
     )
+    parser.add_argument(
+        "--each-file",
+        action="store_true",
+        help="each of FILES is a problem, in a group of OUT that is called as the file without its suffix",
+    )
 
 
 def run(args):
@@ -69,29 +85,70 @@ def run(args):
     if launch_rank():
         return 0
     with NewFile("OUT", args.output, args.sources, HDF5) as new, contextlib.ExitStack() as stack:
-        taken, axes = _chosen(args, _all(args.sources, stack)), args.axes or AXES[0]
-        sources = ", ".join(args.sources)
-        shapes = {name: (_shape(tensor, axes), tensor.dtype) for name, tensor in taken.items() if name in TENSORS}
-        if set(NEEDED) <= set(shapes):
-            Problem(**problem_of("FILES", sources, shapes))
-        if args.axes is None and "k" in shapes:  # queries alone may be a few of many heads
-            check_order("FILES", sources, shapes["q"][0] if "q" in shapes else None, shapes["k"][0])
-        for _, dtype in shapes.values():
-            dtype_name(dtype)
+        problems = _problems(args, stack)
         with hdf5.file_errors("OUT", args.output, "written"):
-            _write(new.partial, taken, shapes, args.axes)
-    listed = ", ".join(f"{name} {shape}" for name, (shape, _) in shapes.items())
-    listed += "".join(f", {name} {taken[name].shape}" for name in CUTS if name in taken)
-    dtypes = ", ".join(dict.fromkeys(dtype for _, dtype in shapes.values()))
-    print(
-        ", ".join(
-            filter(None, [f"{args.output}: {listed}".replace(": , ", ": "), dtypes, size(os.path.getsize(args.output))])
-        )
-    )
+            _write(new.partial, problems, args.axes)
+    print(f"{args.output}: {_summary(problems)}, {size(os.path.getsize(args.output))}")
     return 0
 
 
+def _summary(problems):
+    """What OUT holds, in words."""
+    numbers = Counter(map(str, problems.values()))
+    if "" in problems:
+        return next(iter(numbers))
+    several = [f"{number(count, 'problem')}, {'each ' * (count > 1)}with {text}" for text, count in numbers.items()]
+    return "; ".join(several)
+
+
 # Choosing tensors
+
+
+class _Problem(NamedTuple):
+    """The tensors of a problem by role (q, k, ...), and their (shape, dtype name) in OUT."""
+
+    tensors: dict
+    shapes: dict
+
+    def __str__(self):
+        dtypes = dict.fromkeys(self.shapes[name][1] for name in TENSORS if name in self.shapes)
+        return ", ".join([*(f"{name} {shape}" for name, (shape, _) in self.shapes.items()), *dtypes])
+
+
+def _problems(args, stack):
+    """The problems of OUT by the path of their group, "" for the file; FileError where one does not fit."""
+    if not args.each_file:
+        return _of_files(args, args.sources, _all(args.sources, stack))
+    problems = {}
+    for path in args.sources:
+        name = Path(path).stem
+        for group, problem in _of_files(args, [path], _all([path], stack)).items():
+            group = f"{name}/{group}" if group else name
+            if group in problems:
+                raise ArgumentError(f"FILES has two files called {name}; with --each-file their names must differ")
+            problems[group] = problem
+    return problems
+
+
+def _of_files(args, sources, tensors):
+    """The problems of some files by group, as `_problems`; tensors: theirs, as of `_all`."""
+    problems = {}
+    for group, names in _groups(args.names, tensors).items():
+        taken, axes = _chosen(args, sources, names, tensors), args.axes or AXES[0]
+        where = place_name(", ".join(sources), group)
+        shapes = {name: (_shape(tensor, axes), tensor.dtype) for name, tensor in taken.items() if name in TENSORS}
+        if set(NEEDED) <= set(shapes):
+            try:
+                Problem(**problem_of("FILES", where, shapes))
+            except ArgumentError as error:
+                raise FileError(f"FILES is {where!r}; {error}") from error
+        if args.axes is None and "k" in shapes:  # queries alone may be a few of many heads
+            check_order("FILES", where, shapes["q"][0] if "q" in shapes else None, shapes["k"][0])
+        for _, dtype in shapes.values():
+            dtype_name(dtype)
+        cuts = {name: (tensor.shape, "int64") for name, tensor in taken.items() if name in CUTS}
+        problems[group] = _Problem(taken, shapes | cuts)
+    return problems
 
 
 def _all(sources, stack):
@@ -108,33 +165,62 @@ def _all(sources, stack):
     return tensors
 
 
-def _chosen(args, tensors):
-    """The tensors that OUT gets, by role (q, k, ...); FileError where one is missing or has a wrong shape or dtype."""
-    wanted = args.only or (*NEEDED, *(part for part in ("dout", *CUTS) if part in args.names or part in tensors))
-    for part in set(args.names) - set(wanted):
+def _groups(names, tensors):
+    """The names of every problem's tensors, role -> name, by its group: of each text that * stands for in `names`."""
+    patterns = {part: name for part, name in names.items() if "*" in name and name not in tensors}
+    if not patterns:
+        return {"": names}
+    texts = set()
+    for part, pattern in patterns.items():
+        before, *after = pattern.split("*")
+        if len(after) > 1:
+            raise ArgumentError(f"--names has {part}={pattern}; a name may have one * and no more")
+        of_pattern = re.compile(f"{re.escape(before)}(.+){re.escape(after[0])}", re.DOTALL)
+        texts |= {match[1] for match in map(of_pattern.fullmatch, tensors) if match}
+    if not texts:
+        part, pattern = next(iter(patterns.items()))
+        raise FileError(f"FILES has no tensor that {part}={pattern} of --names stands for; it has{_listed(tensors)}")
+    for text in texts:
+        first, *rest = text.split("/")
+        if {"", "."} & {first, *rest} or {*TENSORS, *CUTS} & set(rest):
+            raise FileError(f"FILES has a tensor in whose name * stands for {text!r}; no group of OUT can be called so")
+    return {
+        text: names | {part: pattern.replace("*", text) for part, pattern in patterns.items()}
+        for text in sorted(texts, key=by_number)
+    }
+
+
+def _chosen(args, sources, names, tensors):
+    """The tensors of a problem, by role (q, k, ...); FileError where one is missing or has a wrong shape or dtype."""
+    wanted = args.only or (*NEEDED, *(part for part in ("dout", *CUTS) if part in names or part in tensors))
+    for part in set(names) - set(wanted):
         raise ArgumentError(f"--names names {part}, which --only {','.join(wanted)} leaves out")
     taken = {}
     for part in wanted:
-        name = args.names.get(part, part)
+        name = names.get(part, part)
         if name not in tensors:
-            for path in args.sources:
+            for path in sources:
                 why = not_there(path, name)
                 if why:
                     raise FileError(f"FILES has {path!r}; it cannot be read: {why}")
             near = closest(name, tensors)
             raise FileError(
-                f"FILES has no tensor {name!r}{f'; did you mean {near!r}?' if near else ''}"
-                f"{'' if part in args.names else f', and --names gives no name for {part}'}; "
+                f"FILES has {f'{sources[0]!r}, which has ' if sources != args.sources else ''}no tensor {name!r}"
+                f"{f'; did you mean {near!r}?' if near else ''}"
+                f"{'' if part in names else f', and --names gives no name for {part}'}; "
                 f"it has{_listed(tensors) or ' none'}"
             )
         (path, tensor), *others = tensors[name]
         if others:
-            raise FileError(f"FILES has {name!r} in {path!r} and in {others[0][0]!r}; only one may have it")
+            raise FileError(
+                f"FILES has {name!r} in {path!r} and in {others[0][0]!r}; only one may have it, unless each "
+                "is a problem of its own, --each-file"
+            )
         taken[part] = tensor
         dims, dtypes = ((3, 4), tuple(ITEMSIZE)) if part in TENSORS else ((1, 2), ("int32", "int64", "uint32"))
         if len(tensor.shape) not in dims or tensor.dtype not in dtypes:
             raise FileError(
-                f"FILES has {name!r}, {tensor.shape} in {tensor.dtype}; {part} must have {dims[0]} or "
+                f"FILES has {name!r} in {path!r}, {tensor.shape} in {tensor.dtype}; {part} must have {dims[0]} or "
                 f"{dims[1]} dimensions and be of {', '.join(dtypes)}"
             )
     return taken
@@ -153,20 +239,25 @@ def _shape(tensor, axes):
 # Writing
 
 
-def _write(path, taken, shapes, axes):
+def _write(path, problems, axes):
     """axes: the order that the caller says, which is then recorded; None for bshd that nobody has said."""
-    cuts = {name: taken[name].read((slice(0, taken[name].shape[0]),)) for name in CUTS if name in taken}
     with hdf5.writing(path, create=True) as file:
-        hdf5.create_datasets(file, shapes | {name: (cut.shape, np.int64) for name, cut in cuts.items()})
+        for group, problem in problems.items():
+            hdf5.create_datasets(hdf5.group(file, group), problem.shapes)
         if axes is not None:
             file.attrs["axes"] = AXES[0]
     hdf5.reserve(path)
-    total = sum(math.prod(shape) for shape, _ in shapes.values())
+    total = sum(math.prod(problem.shapes[name][0]) for problem in problems.values() for name in problem.tensors)
     with hdf5.writing(path) as file, Progress("convert", total, " elements") as progress:
-        for name in shapes:
-            _copy(taken[name], file[name], axes or AXES[0], progress)
-        for name, cut in cuts.items():
-            hdf5.write(file[name], (0,) * cut.ndim, cut.astype(np.int64))
+        for group, problem in problems.items():
+            here = hdf5.group(file, group)
+            for name, tensor in problem.tensors.items():
+                if name in CUTS:
+                    cut = tensor.read((slice(0, tensor.shape[0]),))
+                    hdf5.write(here[name], (0,) * cut.ndim, cut.astype(np.int64))
+                    progress(cut.size)
+                else:
+                    _copy(tensor, here[name], axes or AXES[0], progress)
 
 
 def _copy(tensor, dataset, axes, progress):

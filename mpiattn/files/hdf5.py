@@ -13,7 +13,7 @@ import re
 import h5py
 import numpy as np
 
-from ..errors import FileError
+from ..errors import FileError, MpiattnError
 from ..problem.problem import ITEMSIZE, dtype_name
 from ..system.os_errors import reason
 from ..system.values import path_text
@@ -43,7 +43,7 @@ def file_errors(name, path, doing):
     """Turn errors of HDF5 and the system into a FileError that names the argument, the file and the reason."""
     try:
         yield
-    except FileError:
+    except MpiattnError:
         raise
     except ERRORS as error:
         why = f"it cannot be {doing}: {_reason(error)}"

@@ -51,9 +51,9 @@ def _has(group, name):
 def _groups(file, role):
     """Paths of the groups that have a dataset `role`, in order."""
     groups = (path for path, item in members(file, datasets=False) if _has(item, role))
-    return sorted(groups, key=_by_number)
+    return sorted(groups, key=by_number)
 
 
-def _by_number(path):
+def by_number(path):
     """A key that sorts layer10 after layer9."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path)]
