@@ -7,9 +7,12 @@ from abc import ABC, abstractmethod
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
+
 from ..arguments.untraced import keep_untraced
 from ..errors import ArgumentError, CallError, CopyError, MpiattnError, PeerFailure
 from ..system.logs import DEBUG, LOGGER, note
+from ..system.values import truth
 from .agreement import agreement
 from .caller_comm import check_running, is_running
 from .transport import in_words
@@ -59,8 +62,15 @@ class Call:
         self._home.end(self.name, error, lambda: (vars(self._owner).copy(), self.buffers))
 
     def agreement(self, check: bool = True) -> AbstractContextManager[dict[str, Any]]:
-        """As `mpiattn.comm.agreement.agreement`, which also compares the call; without check only run the body."""
-        return agreement(self.peers, call=self.name, hashes=self._owner._hashes) if check else nullcontext({})
+        """As `mpiattn.comm.agreement.agreement`, which also compares the call; without check only run the body.
+
+        Raises ArgumentError on every rank if check is neither True nor False.
+        """
+        agreed = agreement(self.peers, call=self.name, hashes=self._owner._hashes)
+        if not isinstance(check, bool | np.bool_):
+            with agreed:
+                truth("check", check)
+        return agreed if check else nullcontext({})
 
 
 class Collective(ABC):

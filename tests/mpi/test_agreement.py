@@ -218,6 +218,17 @@ def test_unchecked_call_raises_alone():
         plan.forward(*[np.zeros((1, 3, 4, 8), "f4")] * 3, check=False)
 
 
+@pytest.mark.parametrize("check", ["no", None, 1])
+def test_a_check_that_is_no_bool(comm, check):
+    arrays = np.zeros((1, 0, 4, 8), "f4"), *[np.zeros((1, 0, 2, 8), "f4")] * 2
+    with MeshAttention(comm, **{**SHAPE, "seqlen": 0}) as plan:
+        text = same_error(comm, lambda: plan.forward(*arrays, check=check if comm.rank == 0 else True))
+        assert text.startswith(f"check is {check!r}; it must be True or False")
+        for right in (np.True_, np.False_):
+            out, _ = plan.forward(*arrays, check=right if comm.rank == 0 else bool(right))
+            assert out.shape == (1, 0, 4, 8)
+
+
 def test_any_exception_of_one_rank(comm):
     """Errors that are not mpiattn's, and files, arrive as mpiattn's."""
 
