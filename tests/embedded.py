@@ -78,6 +78,7 @@ class Library:
     def __init__(self, path):
         self._library = ctypes.CDLL(str(path))
         self._library.mpiattn_last_error.restype = self._library.mpiattn_version.restype = ctypes.c_char_p
+        self._library.mpiattn_failed_ranks.restype = ctypes.c_int64
 
     def __getattr__(self, name):
         return getattr(self._library, f"mpiattn_{name}")
@@ -96,6 +97,12 @@ class Library:
     def error(self):
         """The text of the last error."""
         return self._library.mpiattn_last_error().decode()
+
+    def failed_ranks(self, most=9):
+        """How many ranks the last error is about, and up to `most` of them."""
+        ranks = (ctypes.c_int64 * most)()
+        count = self._library.mpiattn_failed_ranks(ctypes.c_int64(most), ranks)
+        return count, ranks[: min(count, most)]
 
     def new(self, name, *arguments):
         """The handle that a function makes, which writes it into its last argument."""

@@ -116,8 +116,8 @@ def test_errors_in_words():
     with pytest.raises(Exception, match="that of another kind: cache"):
         plans, caches = Handles("plan"), Handles("cache")
         plans[caches.add(object())]
-    assert describe(MemoryError()) == (8, "not enough memory")
-    assert describe(MemoryShortage("the plan needs more")) == (8, "the plan needs more")
+    assert describe(MemoryError()) == (8, "not enough memory", b"")
+    assert describe(MemoryShortage("the plan needs more")) == (8, "the plan needs more", b"")
     try:
         {}["x"]
     except KeyError as error:

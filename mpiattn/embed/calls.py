@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _output: host.Output | None = None
 
 
-ABI = 1  # MPIATTN_ABI of mpiattn.h
+ABI = 2  # MPIATTN_ABI of mpiattn.h
 
 
 def start(abi: int, write: Callable[[str, int], object], version: str | None, library: str | None) -> None:

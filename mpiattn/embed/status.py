@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from array import array
 from pathlib import Path
 from traceback import extract_tb
 
@@ -25,10 +26,14 @@ OF_ERRORS = {
 }
 
 
-def describe(error: BaseException) -> tuple[int, str]:
-    """(status, text) of an exception.  The text of an unexpected one says where in the code it was raised."""
+def describe(error: BaseException) -> tuple[int, str, bytes]:
+    """(status, text, ranks) of an exception.  The text of an unexpected one says where in the code it was raised.
+
+    ranks: those that failed, of a PeerFailure, as 64-bit integers.
+    """
     status, text = _described(error)
-    return status, text.encode(errors="backslashreplace").decode()  # C gets UTF-8
+    ranks = array("q", error.ranks if isinstance(error, PeerFailure) else ())
+    return status, text.encode(errors="backslashreplace").decode(), ranks.tobytes()  # C gets UTF-8
 
 
 def _described(error: BaseException) -> tuple[int, str]:

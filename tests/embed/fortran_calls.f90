@@ -87,6 +87,34 @@ contains
     if (is_error == 1 .and. index(printed, 'machines.json') > 0) count = count + 1
   end subroutine
 
+  ! A rank that does not call with the others: they learn which it is.
+  subroutine a_rank_that_does_not_come()
+    type(mpiattn_options) :: options
+    type(mpiattn_plan) :: plan
+    real(real32), allocatable, target :: q(:, :, :, :), k(:, :, :, :), v(:, :, :, :), out(:, :, :, :)
+    integer, allocatable :: failed(:)
+    integer(int64) :: n
+    integer :: status
+    call mpiattn_options_create('seqlen=24, heads=1, head_dim=4, timeout=1', options, status)
+    call mpiattn_plan_create(MPI_COMM_WORLD%MPI_VAL, options, plan, status)
+    call done(status, 'plan_create')
+    call mpiattn_plan_integer(plan, 'tokens', n, status)
+    allocate (q(4, 1, n, 1), k(4, 1, n, 1), v(4, 1, n, 1), out(4, 1, n, 1), source=1.0)
+    if (me < ranks - 1) then
+      call mpiattn_forward(plan, q, k, v, out, status=status)
+      call refused(status, MPIATTN_ERR_PEER, 'rank')
+      call mpiattn_failed_ranks(failed)
+      call check(size(failed) == 1, 'how many ranks failed')
+      call check(all(failed == ranks - 1), 'the rank that failed')
+    end if
+    call MPI_Barrier(MPI_COMM_WORLD)
+    call mpiattn_plan_free(plan, status)
+    call mpiattn_options_free(options, status)
+    call done(status, 'options_free')
+    call mpiattn_failed_ranks(failed)
+    call check(size(failed) == 0, 'failed_ranks of a call that succeeded')
+  end subroutine
+
   subroutine masked_plan()
     type(mpiattn_options) :: options, of_call
     type(mpiattn_plan) :: plan, other
@@ -476,6 +504,7 @@ program fortran_calls
   call half_plan()
   call field_plan()
   call caches(trim(folder))
+  call a_rank_that_does_not_come()
   close (unit)
   call MPI_Finalize()
   if (wrong /= 0) stop 1

@@ -234,7 +234,11 @@ def test_an_exception_inside(c, comm, monkeypatch):
     monkeypatch.setattr(plans.PLANS[plan.number]._passes, "run", 3)
     status, text = c.fails("forward", plan, q, q, q, np.empty_like(q), None, NONE)
     assert status in (PEER, 10) and "TypeError" in text and "'int' object is not callable" in text
-    assert 10 in comm.allgather(status)
+    statuses = comm.allgather(status)
+    raised = {rank for rank, of_rank in enumerate(statuses) if of_rank == 10}
+    count, ranks = c.failed_ranks()
+    assert raised and set(ranks) <= raised and count == len(ranks) and (count > 0) == (status == PEER)
+    assert c.failed_ranks(0) == (count, [])
     c.plan_free(ctypes.byref(plan))
     again = c.new("plan_create_text", comm.py2f(), "seqlen=8, heads=1, head_dim=4, timeout=60")
     c.ok("plan_free", ctypes.byref(again))

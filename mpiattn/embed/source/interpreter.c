@@ -20,9 +20,22 @@ static PyObject* calls;                      // the module mpiattn.embed.calls, 
 static mpiattn_output output;
 static void* output_context;
 static _Thread_local char* message;  // of the last call of this thread that failed
+static _Thread_local struct {
+    int64_t* numbers;
+    int64_t count;
+} failed_ranks;  // that it failed for
+
+static void set_failed_ranks(const char* numbers, size_t bytes) {
+    free(failed_ranks.numbers);
+    failed_ranks.numbers = bytes ? malloc(bytes) : NULL;
+    failed_ranks.count = failed_ranks.numbers ? (int64_t)(bytes / sizeof(int64_t)) : 0;
+    if (failed_ranks.numbers)
+        memcpy(failed_ranks.numbers, numbers, bytes);
+}
 
 static int vfail(int status, const char* format, va_list arguments) {
     va_list again;
+    set_failed_ranks(NULL, 0);
     va_copy(again, arguments);
     int length = vsnprintf(NULL, 0, format, again);
     va_end(again);
@@ -42,6 +55,12 @@ int fail(int status, const char* format, ...) {
 }
 
 const char* mpiattn_last_error(void) { return message ? message : ""; }
+
+int64_t mpiattn_failed_ranks(int64_t most, int64_t* ranks) {
+    for (int64_t i = 0; ranks && i < most && i < failed_ranks.count; i++)
+        ranks[i] = failed_ranks.numbers[i];
+    return failed_ranks.count;
+}
 
 /* ---- Python's side ---- */
 
@@ -125,16 +144,18 @@ static int failed_in_python(int status) {
     Py_XDECREF(trace);
 #endif
     PyObject *said = NULL, *text = NULL;
-    const char* words = NULL;
+    const char *words = NULL, *ranks = NULL;
+    Py_ssize_t bytes = 0;
     if (calls) {
         said = PyObject_CallMethod(calls, "describe", "O", error);
-        if (said && !PyArg_ParseTuple(said, "is", &status, &words))
-            words = NULL;
+        if (said && !PyArg_ParseTuple(said, "isy#", &status, &words, &ranks, &bytes))
+            words = NULL, bytes = 0;
     } else if (error) {
         text = PyObject_Str(error);
         words = text ? PyUnicode_AsUTF8(text) : NULL;
     }
     fail(status, "%s", words ? words : "an error that cannot be put into words");
+    set_failed_ranks(ranks, (size_t)bytes);
     PyErr_Clear();
     Py_XDECREF(said);
     Py_XDECREF(text);
@@ -213,6 +234,8 @@ int call(const char* function, const char* format, ...) {
     }
     if (status == MPIATTN_OK && message)
         message[0] = 0;
+    if (status == MPIATTN_OK)
+        set_failed_ranks(NULL, 0);
     if (traps)
         fesetenv(&environment);
     atomic_flag_clear(&busy);

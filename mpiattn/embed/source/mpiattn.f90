@@ -31,7 +31,7 @@ module mpiattn_base
   public :: MPIATTN_ERR_FILE, MPIATTN_ERR_VERIFY, MPIATTN_ERR_MEMORY, MPIATTN_ERR_PYTHON, MPIATTN_ERR_OTHER
   public :: MPIATTN_FLOAT16, MPIATTN_BFLOAT16, MPIATTN_FLOAT32, MPIATTN_FLOAT64, MPIATTN_INT32, MPIATTN_INT64
   public :: MPIATTN_MAX_AXES
-  public :: mpiattn_last_error, mpiattn_start, mpiattn_version, mpiattn_set_output, mpiattn_text_at
+  public :: mpiattn_last_error, mpiattn_failed_ranks, mpiattn_start, mpiattn_version, mpiattn_set_output, mpiattn_text_at
   public :: mpiattn_options_create, mpiattn_options_free, mpiattn_set, mpiattn_unset
   public :: mpiattn_array_of, mpiattn_permuted, mpiattn_measured
   public :: mpiattn_plan_create, mpiattn_plan_like, mpiattn_plan_free, mpiattn_plan_integer, mpiattn_plan_text

@@ -35,7 +35,7 @@ extern "C" {
 #endif
 
 /* The version of this interface.  It is raised when a program that was compiled before has to be compiled again. */
-#define MPIATTN_ABI 1
+#define MPIATTN_ABI 2
 
 /* Status of a call. */
 enum {
@@ -115,6 +115,11 @@ static inline mpiattn_array mpiattn_array_3d(void* data, int dtype, int64_t sequ
 
 /* Why the last call of this thread failed; "" if it succeeded.  Valid until this thread's next call. */
 MPIATTN_API const char* mpiattn_last_error(void);
+
+/* The ranks for which the last call of this thread failed with MPIATTN_ERR_PEER, by their numbers in the communicator
+ * of the plan or cache: those that have ended, do not answer, or had an error.  Returns how many, 0 if all answer or it
+ * is not known; writes up to `most` of them.  Not collective. */
+MPIATTN_API int64_t mpiattn_failed_ranks(int64_t most, int64_t* ranks);
 
 /* Starts Python and loads mpiattn, which the first other call does else; not collective.  The interpreter is that of
  * the environment variable MPIATTN_PYTHON (the path of a `python`, such as that of a virtual environment), else the one
