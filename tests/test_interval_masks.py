@@ -270,6 +270,14 @@ def test_rounding_does_not_hide_neighbours(rows):
     assert sees(mask, rows, rows).sum(axis=1).tolist() == [3] * rows
 
 
+def test_numbers_in_arrays():
+    """Make the same masks as those in lists: ranks compare them by their reprs."""
+    lengths, sides, parents = [4, 8, 4], (6, 9), [-1, 0, 0]
+    assert repr(masks.sphere(np.array(lengths), 0.5)) == repr(masks.sphere(lengths, 0.5))
+    assert repr(masks.neighborhood(np.array(sides), np.array([3, 5]))) == repr(masks.neighborhood(sides, (3, 5)))
+    assert repr(masks.tree(np.array(parents))) == repr(masks.tree(parents))
+
+
 class Window(IntervalMask):
     """A mask that a program wrote, with a name that is one of ours: the key on the diagonal."""
 

@@ -254,6 +254,7 @@ def test_shapes_of_what_documents_see():
         ({"cu_seqlens": [0, 4, 8]}, "cu_seqlens is [0 4 8]; it must begin with 0 and end with 9, the number of tokens"),
         ({"cu_seqlens": [[0, 9], [1, 9]]}, "cu_seqlens is [1 9]; it must begin with 0"),
         ({"cu_seqlens": [0, 9], "cu_seqlens_k": [0, 8]}, "cu_seqlens_k is [0 8]; it must begin with 0 and end with 9"),
+        ({"cu_seqlens": [0, 6, 4, 9]}, "cu_seqlens is [0 6 4 9]; it must be two or more positions from 0 to 9 that never"),
         ({"cu_seqlens": [0, 4], "padding": 1}, "padding is 1; it must be True or False"),
         ({"lengths": [3, 4], "padding": True}, "padding is given without cu_seqlens"),
     ],
