@@ -13,6 +13,7 @@ from mpiattn import masks
 from mpiattn.errors import ArgumentError
 from mpiattn.masks.interval_mask import IntervalMask, disjoint
 from mpiattn.masks.pieces import all_cuts
+from mpiattn.problem.mask import Mask
 from mpiattn.problem.problem import Problem
 from mpiattn.verify import reference
 from mpiattn.verify.reference_masks import RULES, shown, span
@@ -143,6 +144,12 @@ def test_few_lists():
     assert lists_of(masks.chunked(16) & masks.causal() & masks.window(8, None), 100) == 1
     assert lists_of(field & field & field, 64 * 128) == 17 and lists_of(field | field, 64 * 128) == 17
     assert lists_of(masks.sphere([64] * 32, np.pi / 32), 2048) <= 5
+
+
+def test_most_intervals_of_a_query():
+    """What predictions take for the launches of a block."""
+    for mask, lists in ((None, 1), (masks.window(3, 0), 1), (masks.neighborhood((8, 8), 3), 3)):
+        assert Mask(64, 64, mask=mask).lists == lists
 
 
 def test_lists_go_on_from_query_to_query():
