@@ -256,6 +256,18 @@ def test_messages_of_regrouping_take_time(link, nodes):
     assert choice(0.0, 1e2).seconds - quick.seconds == pytest.approx(quick.sent_bytes / 1e2)
 
 
+def test_a_batch_is_folded_before_it_travels():
+    """With one query chunk a rank these are keys and values; queries are read where they are."""
+    problem = Problem(64, 4, 8, batch=2, seqlen_k=400)
+
+    def seconds(merging):
+        allowed = {"tiles": [Tile(1, 1, 2)], "machine": replace(DEFAULT, merging=merging), "direction": "forward"}
+        return choices(problem, 2, **allowed)[0].seconds
+
+    of_keys = 2 * 200 * 4 * (8 + 8) * 4  # sequences, tokens, heads, numbers, bytes
+    assert seconds(1.0) - seconds(1e15) == pytest.approx(of_keys / planes.COPYING)
+
+
 @pytest.mark.parametrize("batch", [1, 2, 6])
 @pytest.mark.parametrize("kv_heads", [12, 4, 1])
 def test_mean_of_what_is_sent(kv_heads, batch):
