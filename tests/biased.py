@@ -116,7 +116,8 @@ def kept(problem, drawn):
 def expected(problem, inputs, drawn, **options):
     """(out, lse, dq, dk, dv, dsinks, gradients of biases by argument, sizes of all gradients); of a whole problem.
 
-    A size is the largest sum of the magnitudes of a gradient's terms, to which rounding errors are relative.
+    A size is the largest sum of the magnitudes of a gradient's terms, to which rounding errors are relative.  A
+    score's gradient is a difference of two terms: they cancel, but for rounding, where a query sees one key.
     options: of `dense.masks`.
     """
     p = problem
@@ -151,8 +152,10 @@ def expected(problem, inputs, drawn, **options):
         of_sink = of_sink / np.where(total == 0, 1, total)
     out = np.einsum("bhij,bjhd->bihd", weight * keep, v_of)
     delta = np.einsum("bihd,bihd->bhi", dout, out) - (0 if dlse is None else dlse)
-    dscore = weight * (np.einsum("bihd,bjhd->bhij", dout, v_of) * keep - delta[..., None])
-    through_softcap = dscore * (1 - bent**2) if p.softcap else dscore
+    dweight, delta_of = np.einsum("bihd,bjhd->bhij", dout, v_of) * keep, delta[..., None]
+    dscore, of_terms = weight * (dweight - delta_of), weight * (np.abs(dweight) + np.abs(delta_of))
+    slope = 1 - bent**2 if p.softcap else 1
+    through_softcap, terms = dscore * slope, of_terms * slope
 
     def of_kv(array):
         return array.reshape(*array.shape[:2], p.kv_heads, per_kv, array.shape[3]).sum(axis=3)
@@ -164,9 +167,9 @@ def expected(problem, inputs, drawn, **options):
         dk[..., : p.value_dim] += dv
         dv = None
     dsinks = None if sinks is None else -(of_sink[..., 0] * delta).sum(axis=(0, 2))
-    sizes = {f"d{name}": np.abs(of).max(initial=0) for name, of in _gradients(p, drawn, np.abs(dscore)).items()}
-    sizes["dq"] = p.scale * np.einsum("bhij,bjhd->bihd", np.abs(through_softcap), np.abs(k_of)).max(initial=0)
-    sizes["dk"] = p.scale * np.einsum("bhij,bihd->bjhd", np.abs(through_softcap), np.abs(q)).max(initial=0)
+    sizes = {f"d{name}": np.abs(of).max(initial=0) for name, of in _gradients(p, drawn, of_terms).items()}
+    sizes["dq"] = p.scale * np.einsum("bhij,bjhd->bihd", terms, np.abs(k_of)).max(initial=0)
+    sizes["dk"] = p.scale * np.einsum("bhij,bihd->bjhd", terms, np.abs(q)).max(initial=0)
     return out, lse, dq, dk, dv, dsinks, _gradients(p, drawn, dscore), sizes
 
 

@@ -163,6 +163,21 @@ def test_a_bias_and_its_gradient(backend, case, shape):  # noqa: F811
         close(dtype, backward(backend, block, given, None)[:3], right)
 
 
+@pytest.mark.draw(8)
+@pytest.mark.parametrize(
+    "shape, of_gradient", [*(((1, 1), more) for more in SHAPES[1:]), (SHAPES[1], SHAPES[2]), (SHAPES[3], (1, 1))]
+)
+def test_a_gradient_of_another_shape(backend, shape, of_gradient):  # noqa: F811
+    """As of a bias that is one for all heads, whose gradient is added up by head later."""
+    if "bias" not in backend.takes:
+        pytest.skip("what it does not take")
+    block, given = made((9, 20, 8, 8, "float32", None), shape)
+    *right, of_pairs = dense(block, given)
+    shared = tuple(axis for axis in (0, 1) if of_gradient[axis] == 1)
+    dbias = backend.contiguous(np.zeros((*of_gradient, 9, 20), np.float32))
+    close("float32", backward(backend, block, given, dbias), [*right, of_pairs.sum(axis=shared, keepdims=True)])
+
+
 @pytest.mark.draw(5)
 @pytest.mark.parametrize("case", CASES[1:4])
 def test_one_bias_for_all_queries(backend, case):  # noqa: F811

@@ -13,6 +13,7 @@ from mpiattn import masks
 from mpiattn.errors import ArgumentError
 from mpiattn.masks.interval_mask import IntervalMask, disjoint
 from mpiattn.masks.pieces import all_cuts
+from mpiattn.problem.mask import Mask
 from mpiattn.problem.problem import Problem
 from mpiattn.verify import reference
 from mpiattn.verify.reference_masks import RULES, shown, span
@@ -145,6 +146,12 @@ def test_few_lists():
     assert lists_of(masks.sphere([64] * 32, np.pi / 32), 2048) <= 5
 
 
+def test_most_intervals_of_a_query():
+    """What predictions take for the launches of a block."""
+    for mask, lists in ((None, 1), (masks.window(3, 0), 1), (masks.neighborhood((8, 8), 3), 3)):
+        assert Mask(64, 64, mask=mask).lists == lists
+
+
 def test_lists_go_on_from_query_to_query():
     """A list of a field has the same row of the window for all queries, so that a tile of queries looks at few keys."""
     begin, end = masks.neighborhood((64, 128), 15, cyclic=(False, True)).intervals(
@@ -268,6 +275,14 @@ def test_rounding_does_not_hide_neighbours(rows):
             assert ((begin <= own + 5 * row) & (own + 5 * row < end)).sum(axis=0).all()
     mask = masks.sphere([rows], 2 * np.pi / rows, [0])
     assert sees(mask, rows, rows).sum(axis=1).tolist() == [3] * rows
+
+
+def test_numbers_in_arrays():
+    """Make the same masks as those in lists: ranks compare them by their reprs."""
+    lengths, sides, parents = [4, 8, 4], (6, 9), [-1, 0, 0]
+    assert repr(masks.sphere(np.array(lengths), 0.5)) == repr(masks.sphere(lengths, 0.5))
+    assert repr(masks.neighborhood(np.array(sides), np.array([3, 5]))) == repr(masks.neighborhood(sides, (3, 5)))
+    assert repr(masks.tree(np.array(parents))) == repr(masks.tree(parents))
 
 
 class Window(IntervalMask):

@@ -48,6 +48,7 @@ def test_attention_without_what_it_needs():
 
 def test_plans():
     """Also: the plan can be called after a refused call."""
+    assert callable(mpiattn.attention)  # errors name what has been loaded
     assert "it is called kv_heads here" in refused(mpiattn.MeshAttention, MPI.COMM_SELF, **SHAPE, num_kv_heads=1)
     assert "cu_seqlens is one of backward, forward, " in refused(
         mpiattn.MeshAttention, MPI.COMM_SELF, **SHAPE, cu_seqlens=[0, 9]

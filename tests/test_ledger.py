@@ -347,6 +347,8 @@ def test_choice():
     for nbytes, algorithm in ((500, "butterfly"), (1000, "butterfly"), (4000, "allreduce"), (10**5, "allreduce")):
         assert reduction.choose(nbytes, 32, apart, inside, between, factors=factors) == algorithm
     assert reduction.choose(4128, 32, shared, inside, between, factors={"levels": [(4000, 99.0)]}) == "butterfly"
+    for nodes, levels in (([0], False), ([0, 0], False), ([0, 1], False), ([0, 0, 1], True), ([0, 1, 2, 2], True)):
+        assert ("levels" in reduction.algorithms(nodes)) == levels
     assert seconds("butterfly", 0, apart) == pytest.approx(6 * between.latency)
     assert seconds("allreduce", 0, apart) == pytest.approx(12 * between.latency)
     assert seconds("butterfly", 3000, apart, between=Link(0, 1000)) == pytest.approx(18)

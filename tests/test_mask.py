@@ -254,6 +254,7 @@ def test_shapes_of_what_documents_see():
         ({"cu_seqlens": [0, 4, 8]}, "cu_seqlens is [0 4 8]; it must begin with 0 and end with 9, the number of tokens"),
         ({"cu_seqlens": [[0, 9], [1, 9]]}, "cu_seqlens is [1 9]; it must begin with 0"),
         ({"cu_seqlens": [0, 9], "cu_seqlens_k": [0, 8]}, "cu_seqlens_k is [0 8]; it must begin with 0 and end with 9"),
+        ({"cu_seqlens": [0, 6, 4, 9]}, "cu_seqlens is [0 6 4 9]; it must be two or more positions from 0 to 9 that"),
         ({"cu_seqlens": [0, 4], "padding": 1}, "padding is 1; it must be True or False"),
         ({"lengths": [3, 4], "padding": True}, "padding is given without cu_seqlens"),
     ],
@@ -262,6 +263,21 @@ def test_wrong_arguments_of_documents(call, says):
     with pytest.raises(ArgumentError) as caught:
         documents(Problem(seqlen=9, heads=1, head_dim=1, batch=2, causal=True), **call)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"cu_seqlens": [0, 4, 9], "cu_seqlens_k": [0, 9, 9], "prefixes": [1, 2], "causal_documents": [True, False]},
+        {"cu_seqlens": [[0, 4, 9], [0, 0, 9]], "prefixes": [[1, 2], [3, 4]]},
+        {"lengths": [3, 4], "lengths_k": [9, 0], "causal_documents": [False, True]},
+    ],
+)
+def test_documents_in_arrays(call):
+    """They are those in lists."""
+    problem = Problem(seqlen=9, heads=1, head_dim=1, batch=2, causal=True)
+    in_arrays = documents(problem, **{name: np.array(values) for name, values in call.items()})
+    assert [group.as_lists() for group in in_arrays] == [group.as_lists() for group in documents(problem, **call)]
 
 
 def test_padding_is_counted():

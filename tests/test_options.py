@@ -65,6 +65,28 @@ def test_no_name_is_in_both_records_of_a_plan():
     assert not set(defaults(Problem)) & set(defaults(Options))
 
 
+@pytest.mark.parametrize(
+    "name, wrong",
+    {
+        "tile": "2x2",
+        "layout": "heap",
+        "mesh_layout": "heap",
+        "schedule": "lazy",
+        "route": "scenic",
+        "direction": "sideways",
+        "transport": "pigeons",
+        "max_message": 0,
+        "max_memory": "much",
+        "overlap": 2,
+        "timeout": -1,
+        "expected_cu_seqlens": [0, 4, 3],
+    }.items(),
+)
+def test_a_wrong_option_is_named(name, wrong):
+    with pytest.raises(mpiattn.ArgumentError, match=f"^{name} is "):
+        Options(**{name: wrong}).checked(Problem(seqlen=4, heads=2, head_dim=8), 1)
+
+
 @pytest.mark.parametrize("function", DECODING[1:], ids=lambda function: function.__name__)
 def test_arguments_of_the_rings(function):
     of_ring = parameters(function)

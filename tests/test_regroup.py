@@ -1,6 +1,7 @@
 """What goes where before and after the passes of a mesh with planes, or with another layout than its caller's."""
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import divisions
@@ -10,7 +11,7 @@ from searches import choices, flat_choices
 
 from mpiattn.errors import ArgumentError
 from mpiattn.model import planes
-from mpiattn.model.machine import DEFAULT
+from mpiattn.model.machine import DEFAULT, Link
 from mpiattn.model.regrouped import Regrouped
 from mpiattn.model.space import layouts
 from mpiattn.problem.layout import LAYOUTS, Layout
@@ -238,6 +239,33 @@ def test_heads_are_split_where_that_sends_least():
         best = choices(problem, 256, every=None)[0]
         ring = flat_choices(problem, 256, tiles=[Tile(1, 1, 256)])[0]
         assert best.tile.h > 1 and best.sent_bytes <= (1 - saved) * ring.sent_bytes
+
+
+@pytest.mark.parametrize("link, nodes", [("inside", [0] * 4), ("between", range(4))])
+def test_messages_of_regrouping_take_time(link, nodes):
+    """q, k, v, out and lse to three other ranks each, by links of which nothing else is sent."""
+    problem = Problem(64, 4, 8)
+
+    def choice(seconds, bandwidth):
+        machine = replace(DEFAULT, **{link: Link(seconds, bandwidth)})
+        allowed = {"tiles": [Tile(4, 1, 1)], "machine": machine, "direction": "forward", "nodes": np.array(nodes)}
+        return choices(problem, 4, **allowed)[0]
+
+    quick = choice(0.0, 1e12)
+    assert choice(1.0, 1e12).seconds - quick.seconds == pytest.approx(15)
+    assert choice(0.0, 1e2).seconds - quick.seconds == pytest.approx(quick.sent_bytes / 1e2)
+
+
+def test_a_batch_is_folded_before_it_travels():
+    """With one query chunk a rank these are keys and values; queries are read where they are."""
+    problem = Problem(64, 4, 8, batch=2, seqlen_k=400)
+
+    def seconds(merging):
+        allowed = {"tiles": [Tile(1, 1, 2)], "machine": replace(DEFAULT, merging=merging), "direction": "forward"}
+        return choices(problem, 2, **allowed)[0].seconds
+
+    of_keys = 2 * 200 * 4 * (8 + 8) * 4  # sequences, tokens, heads, numbers, bytes
+    assert seconds(1.0) - seconds(1e15) == pytest.approx(of_keys / planes.COPYING)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 6])

@@ -309,14 +309,20 @@ def fused_in_part(s):
     return edit(s, at, fused=True)
 
 
-def outlived(s):
-    """A chunk is read after the memory of its slot may have gone to others."""
-    (first, last), *rest = s.lives["KV"][0]
-    return replace(s, lives={**s.lives, "KV": (((first, last - 1), *rest), *s.lives["KV"][1:])})
+def outlived(arena):
+    """What lies in a slot is used after the memory may have gone to others."""
+
+    def corrupt(s):
+        (first, last), *rest = s.lives[arena][0]
+        return replace(s, lives={**s.lives, arena: (((first, last - 1), *rest), *s.lives[arena][1:])})
+
+    return corrupt
 
 
 CORRUPTIONS = [
-    (outlived, "is not used in one life"),
+    (outlived("KV"), r"KV\[0\] is not used in one life"),
+    (outlived("O"), r"O\[0\] is not used in one life"),
+    (outlived("+O"), r"\+O\[0\] is not used in one life"),
     (fused_in_part, "a fused step has . block.*; it must have all of the tile"),
     (drop_block, "never run"),
     (repeat_block, "runs twice"),

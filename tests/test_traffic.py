@@ -37,6 +37,12 @@ def test_grouped_heads_shrink_the_best_tile():
     assert min(tiles(256), key=travels.volume) == Tile(1, 16, 16)
 
 
+def test_the_share_of_kv_heads():
+    """Of planes that split heads further than KV heads, several send the same one."""
+    problem = Problem(seqlen=8, heads=32, head_dim=8, kv_heads=8)
+    assert [travels.kv_share_of(problem, parts) for parts in (1, 8, 16)] == [0.25, 0.25, 0.5]
+
+
 def even(n, tokens, **shape):
     return Problem(seqlen=n * tokens, **{"heads": 32, "head_dim": 128, "dtype": "float16"} | shape)
 

@@ -159,7 +159,7 @@ class Pieces:
         at, end = int(stops.searchsorted(start, "right")), int(starts.searchsorted(stop, "left"))
         if at == len(stops):
             return int(before[-1] + stops[-1] - starts[-1]), []
-        begun = int(before[at] + min(max(start - int(starts[at]), 0), int(stops[at] - starts[at])))
+        begun = int(before[at]) + max(start - int(starts[at]), 0)
         lows, highs = starts[at:end].clip(min=start), stops[at:end].clip(max=stop)
         return begun, [range(low, high) for low, high in zip(lows.tolist(), highs.tolist()) if low < high]
 

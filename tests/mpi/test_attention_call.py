@@ -234,6 +234,7 @@ def test_ranks_that_differ_beside_a_kept_plan(comm, at_least):
     for name, different, text in (
         ("causal", {"causal": comm.rank == 1}, "causal is False on rank 0 but True on rank 1"),
         ("scale", {"scale": 1.0 + comm.rank}, r"scale is 1.0 on rank 0 but 2.0 on rank 1"),
+        ("verify", {"verify": comm.rank == 0}, "verify is True on rank 0 but False on rank 1"),
         ("tile", {"tile": "ring" if comm.rank else "auto"}, r"tile is left out \(auto\) on rank 0 but .ring. on"),
     ):
         with pytest.raises(ArgumentError, match=text) as caught:

@@ -6,7 +6,7 @@ import biased
 import numpy as np
 import pytest
 from dense import draw_all, error, largest
-from runs import my_chunks, problem_of
+from runs import my_chunks, on, problem_of
 
 from mpiattn import ArgumentError, MeshAttention
 
@@ -59,6 +59,8 @@ def test_wrong_arguments(comm, plan):
         plan.backward(out, *arrays(plan), out, lse, alibi_slopes=slopes, dbias=tile(plan))
     with pytest.raises(ArgumentError, match="bias_gradients is 'all'"):
         plan.backward(out, *arrays(plan), out, lse, alibi_slopes=slopes, bias_gradients="all")
+    with pytest.raises(ArgumentError, match="bias_shared has 'heads', but bias has 4 along that axis"):
+        plan.backward(out, *arrays(plan), out, lse, bias=tile(plan), bias_shared=["heads"])
     with pytest.raises(ArgumentError, match="dbias shares memory with bias"):
         bias = tile(plan)
         plan.backward(out, *arrays(plan), out, lse, bias=bias, dbias=bias)
@@ -66,6 +68,20 @@ def test_wrong_arguments(comm, plan):
         plan.scatter_bias(np.ones((2, 4, 24, 23)))
     with pytest.raises(ArgumentError, match="tile is a list"):
         plan.gather_bias([1])
+
+
+@on(2)
+def test_who_shares_a_bias_with_other_planes(group):
+    """A bias of the one sequence of a plane may be that of all sequences: its shape does not say."""
+    with MeshAttention(group, **PLAN, tile=(2, 1, 1)) as plan:
+        bias, rng = tile(plan)[:1], np.random.default_rng(group.rank)
+        chunks = rng.standard_normal((3, 2, len(plan.positions), 4, 8), np.float32)
+        out, lse = plan.forward(*chunks, bias=bias)
+        with pytest.raises(ArgumentError, match="bias_shared is None, and a plane has 1 of 2 along batch; it must say"):
+            plan.backward(out, *chunks, out, lse, bias=bias)
+        each = plan.backward(out, *chunks, out, lse, bias=bias, bias_shared=())[-1]
+        both = plan.backward(out, *chunks, out, lse, bias=bias, bias_shared=["batch"])[-1]
+        assert np.abs(both).max() > 0 and np.array_equal(both, sum(group.allgather(each)))
 
 
 @pytest.mark.many

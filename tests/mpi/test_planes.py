@@ -158,8 +158,9 @@ def test_chunks_that_the_caller_has(group):
     for mesh_layout in LAYOUTS:
         check(group, tile=tile, mesh_layout=mesh_layout, **arguments)
         check(group, tile=(1, 1, n), mesh_layout=mesh_layout, **arguments)
-    with MeshAttention(group, backend=BACKENDS[0], tile=tile, **narrow(arguments)) as plan:
-        assert plan.positions.tolist() == layout.positions(group.rank).tolist()
+    for given in (layout, Layout("striped", layout.seqlen, n)):
+        with MeshAttention(group, backend=BACKENDS[0], tile=tile, **narrow({**arguments, "layout": given})) as plan:
+            assert plan.positions.tolist() == given.positions(group.rank).tolist()
 
 
 @pytest.mark.draw(1)

@@ -272,9 +272,9 @@ def _pairs(array, token, head, sequence):
 
 def _of_pairs(bias, dbias, q):
     """The fields of a launch that describe a bias and its gradient, or None, and the sequences of the batch."""
-    heads, sequences = _heads(q), bias.shape[0]
-    if bias.shape[1] > 1:
-        sequences = heads // bias.shape[1]
+    heads, given = _heads(q), [array for array in (bias, dbias) if array is not None]
+    # where one has a single head or sequence for all, the other may have more
+    sequences = max(heads // array.shape[1] if array.shape[1] > 1 else array.shape[0] for array in given)
     fields = {"sequences": sequences}
     for name, array in (("bias", bias), ("dbias", dbias)):
         if array is not None:

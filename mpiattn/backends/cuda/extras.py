@@ -103,7 +103,9 @@ class Extras(NamedTuple):
         if self.bias is None:
             return ()
         _, _, factor = score_form(block.scale, block.softcap)
-        heads = self.bias.heads_of_sequence(block.q.shape[1])
+        # of the gradient too, which may have more sequences and heads than the bias
+        given = [rows for rows in (self.bias, self.dbias) if rows is not None]
+        heads = min(rows.heads_of_sequence(block.q.shape[1]) for rows in given)
         return block.bias, *self.bias.numbers(), np.int32(heads), np.float32(math.log2(math.e) / factor)
 
 
