@@ -18,7 +18,7 @@ TYPES = (
     "MPI plugin types are...\n\tnone\n\tpmi2\n\tpmix\n\tcray_shasta\nspecific pmix plugin versions available: pmix_v5"
 )
 JUELICH = "MPI plugin types are...\n\tnone\n\tpspmix\n\tpmi2"
-VERSIONS = TYPES + ",pmix_v4,pmix_v3"
+VERSIONS = TYPES + ",pmix_v4"
 OLD = "srun: MPI types are...\nsrun: pmix_v3\nsrun: pmi2\nsrun: none\nsrun: pmix_v4"
 # A node of 64 cores, of two hardware threads each, where Slurm counts threads, or cores.
 SMT = "NodeName=n1 CoresPerSocket=32 CPUAlloc=128 CPUEfctv=128 CPUTot=128 CPULoad=0 Sockets=2 Boards=1 ThreadsPerCore=2"
@@ -127,7 +127,7 @@ def job(tmp_path):
         ),
         (
             {"LIBRARY": OPEN, "TYPES": VERSIONS, "WORKS": "pmix_v4"},
-            "srun --mpi=pmix; srun --mpi=pmix_v5; *srun --mpi=pmix_v4; srun --mpi=pmix_v3; srun --mpi=pmi2; srun",
+            "srun --mpi=pmix; srun --mpi=pmix_v5; *srun --mpi=pmix_v4; srun --mpi=pmi2; srun",
         ),
         (
             {"LIBRARY": OPEN, "TYPES": OLD, "WORKS": "pmix_v3"},
@@ -213,6 +213,7 @@ def test_ranks_that_do_not_answer(job):
     [
         (r"UCX ERROR bad\nsrun: error: n1: task 0: Aborted\nslurmstepd-n2: error: mpi/pmi2: invalid", 2),
         (r"one\nMPICH ERROR [Rank 0]\nsrun: error: n1: tasks 0-1: Exited with exit code 255", 1),
+        (r"MPICH ERROR [Rank 0]\nsrun: error: Unable to create step for job 17: Requested node is busy", 1),
         (r"one\n------\nno such thing", 2),
     ],
 )
