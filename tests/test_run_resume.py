@@ -313,6 +313,31 @@ def test_out_has_its_name_before_the_rest_is_removed(half, monkeypatch):
     assert seen == [(f"{left}/out.h5", 2), (str(half), 1)] and not left.exists()
 
 
+# The command line, which says what is put on the disk, and how many lines the journal has then.
+DISK = """
+import os, sys
+from pathlib import Path
+fsync, journal = os.fsync, Path(sys.argv[3] + ".unfinished/finished.jsonl")
+def noted(handle):
+    lines = journal.read_text().splitlines() if journal.exists() else []
+    print("disk:", os.path.basename(os.readlink(f"/proc/self/fd/{handle}")), len(lines), file=sys.stderr)
+    fsync(handle)
+os.fsync = noted
+from mpiattn.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_what_the_journal_says_is_on_the_disk(tmp_path):
+    """The file and its place before the first problem counts; then results before each line, and each line."""
+    source = write_problems(tmp_path / "in.h5", {"a": {"seqlen": 30}, "b": {"seqlen": 30}})
+    program = [sys.executable, "-c", DISK, "run", source, tmp_path / "out.h5", "--resume"]
+    said = [line.split()[1:] for line in mpirun(1, program).stderr.splitlines() if line.startswith("disk: ")]
+    begun = [["out.h5", "0"], ["finished.jsonl", "1"], ["out.h5.unfinished", "1"], [tmp_path.name, "1"]]
+    problems = [["out.h5", "1"], ["finished.jsonl", "2"], ["out.h5", "2"], ["finished.jsonl", "3"]]
+    assert said == [*begun, *problems, ["out.h5", "3"], [tmp_path.name, "3"]]
+
+
 def test_out_behind_a_symbolic_link(tmp_path):
     """What stays is beside the file itself, and the message says so."""
     source = write_problems(tmp_path / "in.h5", {"a": {"seqlen": 30}, "b": {"seqlen": 30}})
