@@ -151,6 +151,25 @@ def test_an_interrupt_as_a_round_is_posted(comm, at_least, monkeypatch, call):
     fresh.Free()
 
 
+def test_a_call_that_another_rank_has_failed(comm, at_least):
+    """Its buffers outlive the plan."""
+    at_least(2)
+    fresh = comm.Dup()
+    plan = MeshAttention(fresh, seqlen=4 * comm.size, heads=1, head_dim=4, timeout=500)
+    ones, buffers = np.ones((1, 4, 1, 4), np.float32), weakref.ref(plan._passes)
+    if comm.rank == comm.size - 1:
+        with pytest.raises(KeyError), plan._home.call("another call"):
+            raise KeyError
+    else:
+        with pytest.raises(PeerFailure):
+            plan.forward(ones, ones, ones)
+    comm.Barrier()
+    plan.close()
+    del plan
+    gc.collect()
+    assert buffers() is not None or comm.rank == comm.size - 1
+
+
 def test_an_interrupt_as_a_call_begins(comm, at_least, monkeypatch):
     """It leaves the communicator as it was: no call is running."""
     at_least(2)
