@@ -9,6 +9,7 @@ import pytest
 
 from mpiattn import PeerFailure
 from mpiattn.comm import peers as waiting
+from mpiattn.comm.channel import Channel
 from mpiattn.comm.peers import HEAD, SHORT, Peers
 
 
@@ -70,6 +71,23 @@ def test_another_rank_gives_up_at_the_same_time(comm, polls):
         waited(comm, polls, channel, lost=lost.append)
     assert caught.value.relayed and caught.value.ranks == (3,)
     assert len(lost) == 1 and not channel.alarms
+
+
+def test_a_rank_that_was_told_of_a_failure_tells_nobody(comm, at_least):
+    """Its own error follows from that failure, of which the others would take it for the cause."""
+    at_least(2)
+    duplicate = comm.Dup()
+    channel = Channel(duplicate)
+    if comm.rank == 0:
+        channel.failure = "rank 1 raised KeyError"
+        channel.alarm("rank 0 raised PeerFailure", (0,))
+    comm.Barrier()
+    for _ in range(20):
+        channel.poll()
+    assert channel.failure is None or comm.rank == 0
+    channel.close()
+    comm.Barrier()
+    duplicate.Free()
 
 
 def test_an_exception_holds_the_buffers(comm):
