@@ -1,4 +1,4 @@
-"""Messages whose bytes are not ready yet: in which order they are posted."""
+"""Messages whose bytes are not ready yet, in which order they are posted, and when they are complete."""
 
 import numpy as np
 import pytest
@@ -44,3 +44,14 @@ def test_messages_of_a_direction_stay_in_order(exchange):
     answers.add("first")
     exchange.wait([*posted, *sends])
     assert [array[0] for array in into] == [1, 2]
+
+
+def test_a_transfer_lasts_until_it_is_over(exchange):
+    """After MPI has done its part: the other side may have to say that it has read it."""
+    answers, into = [False, False, True], np.zeros(4, np.uint8)
+    wire = WireBytes(np.full(4, 7, np.uint8), over=lambda start, stop: answers.pop(0))
+    posted = exchange.receive(MPI.COMM_SELF, WireBytes(into), 0, 1) + exchange.send(MPI.COMM_SELF, wire, 0, 1)
+    while len(answers) > 1:
+        assert not exchange.complete(posted)
+    exchange.wait(posted)
+    assert not answers and into.tolist() == [7] * 4

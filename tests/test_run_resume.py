@@ -76,6 +76,7 @@ def test_a_run_that_is_stopped_goes_on(tmp_path):
     said = run(3, *arguments, "--json", tmp_path / "report.json").stdout
     assert "is whole, made by the same command; nothing is left to do" in said
     assert json.loads((tmp_path / "report.json").read_text())["whole"]
+    assert not list(tmp_path.glob(".*"))  # no lock
 
 
 @pytest.fixture
@@ -105,8 +106,10 @@ def test_only_the_same_run_goes_on(half):
     os.utime(source, ns=(about.st_atime_ns, about.st_mtime_ns))
     run(1, source, out)  # without --resume it is not looked at
     assert (half / "out.h5.unfinished").exists()
+    out.chmod(0o640)
     run(1, source, out, "--resume")
     assert_right(source, out, group="b")
+    assert out.stat().st_mode & 0o777 == 0o640  # that of the file which it replaces
 
 
 @pytest.mark.draw(2)
