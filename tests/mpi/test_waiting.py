@@ -5,11 +5,14 @@ import pickle
 import weakref
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from mpiattn import PeerFailure
+from mpiattn.backends.wire import WireBytes
 from mpiattn.comm import peers as waiting
 from mpiattn.comm.channel import Channel
+from mpiattn.comm.exchange import Exchange
 from mpiattn.comm.peers import HEAD, SHORT, Peers
 
 
@@ -50,6 +53,20 @@ def test_a_suspended_process_does_not_wait(comm, polls):
     with pytest.raises(PeerFailure, match="has waited 5 s for nobody"):
         waited(comm, polls)
     assert 5 < len(polls) < 10
+
+
+def test_what_it_waits_for_is_named(comm, polls):
+    """Of two transfers the one that is not complete, by the rank that has not sent."""
+    duplicate, late = comm.Dup(), (comm.rank + 1) % comm.size
+    patient, exchange = Exchange(Peers(duplicate)), Exchange(Peers(duplicate, 5.0, idle=lambda: polls.append(0)))
+    late_wire, own_wire, sent = (WireBytes(np.zeros(size, np.uint8)) for size in (12, 4, 4))
+    posted = exchange.receive(duplicate, late_wire, late, 1) + exchange.receive(duplicate, own_wire, comm.rank, 2)
+    patient.wait(patient.send(duplicate, sent, comm.rank, 2))
+    with pytest.raises(PeerFailure, match=f"has waited 5 s in a step to receive 12 bytes from rank {late}$"):
+        exchange.wait(posted, "in a step")
+    comm.Barrier()
+    patient.wait(patient.send(duplicate, WireBytes(np.ones(12, np.uint8)), (comm.rank - 1) % comm.size, 1) + posted)
+    duplicate.Free()
 
 
 def test_what_comes_at_the_time_limit(comm, polls):
