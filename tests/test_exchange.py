@@ -55,3 +55,13 @@ def test_a_transfer_lasts_until_it_is_over(exchange):
         assert not exchange.complete(posted)
     exchange.wait(posted)
     assert not answers and into.tolist() == [7] * 4
+
+
+def test_pieces_come_when_they_are_ready(exchange):
+    """Those of a collective call, which takes them at once, in whole items."""
+    asked = []
+    wire = WireBytes(
+        np.zeros(7, np.uint8), lambda start, stop: lambda: asked.append(start) or asked.count(start) > 2, piece=5
+    )
+    seen = [(piece, asked.count(piece[0])) for piece in exchange.pieces(wire, 2)]
+    assert seen == [((0, 4), 3), ((4, 7), 3)]
