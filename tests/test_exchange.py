@@ -1,4 +1,4 @@
-"""Messages whose bytes are not ready yet: in which order they are posted."""
+"""Messages whose bytes are not ready yet, in which order they are posted, and when they are complete."""
 
 import numpy as np
 import pytest
@@ -44,3 +44,24 @@ def test_messages_of_a_direction_stay_in_order(exchange):
     answers.add("first")
     exchange.wait([*posted, *sends])
     assert [array[0] for array in into] == [1, 2]
+
+
+def test_a_transfer_lasts_until_it_is_over(exchange):
+    """After MPI has done its part: the other side may have to say that it has read it."""
+    answers, into = [False, False, True], np.zeros(4, np.uint8)
+    wire = WireBytes(np.full(4, 7, np.uint8), over=lambda start, stop: answers.pop(0))
+    posted = exchange.receive(MPI.COMM_SELF, WireBytes(into), 0, 1) + exchange.send(MPI.COMM_SELF, wire, 0, 1)
+    while len(answers) > 1:
+        assert not exchange.complete(posted)
+    exchange.wait(posted)
+    assert not answers and into.tolist() == [7] * 4
+
+
+def test_pieces_come_when_they_are_ready(exchange):
+    """Those of a collective call, which takes them at once, in whole items."""
+    asked = []
+    wire = WireBytes(
+        np.zeros(7, np.uint8), lambda start, stop: lambda: asked.append(start) or asked.count(start) > 2, piece=5
+    )
+    seen = [(piece, asked.count(piece[0])) for piece in exchange.pieces(wire, 2)]
+    assert seen == [((0, 4), 3), ((4, 7), 3)]

@@ -297,6 +297,19 @@ def test_a_full_disk(out, monkeypatch):
     assert left_in(out.parent) == []
 
 
+def test_a_full_disk_without_links(out, monkeypatch):
+    def full(file, *mode):
+        if isinstance(file, int):
+            os.close(file)
+            raise OSError(errno.ENOSPC, "full")
+        return open(file, *mode)
+
+    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(output_lock, "open", full, raising=False)
+    assert "it cannot be written: full" in refused(out)
+    assert left_in(out.parent) == []
+
+
 # Outputs
 
 

@@ -76,6 +76,7 @@ def test_a_run_that_is_stopped_goes_on(tmp_path):
     said = run(3, *arguments, "--json", tmp_path / "report.json").stdout
     assert "is whole, made by the same command; nothing is left to do" in said
     assert json.loads((tmp_path / "report.json").read_text())["whole"]
+    assert not list(tmp_path.glob(".*"))  # no lock
 
 
 @pytest.fixture
@@ -105,8 +106,10 @@ def test_only_the_same_run_goes_on(half):
     os.utime(source, ns=(about.st_atime_ns, about.st_mtime_ns))
     run(1, source, out)  # without --resume it is not looked at
     assert (half / "out.h5.unfinished").exists()
+    out.chmod(0o640)
     run(1, source, out, "--resume")
     assert_right(source, out, group="b")
+    assert out.stat().st_mode & 0o777 == 0o640  # that of the file which it replaces
 
 
 @pytest.mark.draw(2)
@@ -311,6 +314,31 @@ def test_out_has_its_name_before_the_rest_is_removed(half, monkeypatch):
     monkeypatch.setattr(unfinished, "sync", lambda path, mode=None: seen.append((str(path), len([*left.iterdir()]))))
     file.publish()
     assert seen == [(f"{left}/out.h5", 2), (str(half), 1)] and not left.exists()
+
+
+# The command line, which says what is put on the disk, and how many lines the journal has then.
+DISK = """
+import os, sys
+from pathlib import Path
+fsync, journal = os.fsync, Path(sys.argv[3] + ".unfinished/finished.jsonl")
+def noted(handle):
+    lines = journal.read_text().splitlines() if journal.exists() else []
+    print("disk:", os.path.basename(os.readlink(f"/proc/self/fd/{handle}")), len(lines), file=sys.stderr)
+    fsync(handle)
+os.fsync = noted
+from mpiattn.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_what_the_journal_says_is_on_the_disk(tmp_path):
+    """The file and its place before the first problem counts; then results before each line, and each line."""
+    source = write_problems(tmp_path / "in.h5", {"a": {"seqlen": 30}, "b": {"seqlen": 30}})
+    program = [sys.executable, "-c", DISK, "run", source, tmp_path / "out.h5", "--resume"]
+    said = [line.split()[1:] for line in mpirun(1, program).stderr.splitlines() if line.startswith("disk: ")]
+    begun = [["out.h5", "0"], ["finished.jsonl", "1"], ["out.h5.unfinished", "1"], [tmp_path.name, "1"]]
+    problems = [["out.h5", "1"], ["finished.jsonl", "2"], ["out.h5", "2"], ["finished.jsonl", "3"]]
+    assert said == [*begun, *problems, ["out.h5", "3"], [tmp_path.name, "3"]]
 
 
 def test_out_behind_a_symbolic_link(tmp_path):

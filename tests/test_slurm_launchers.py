@@ -18,7 +18,7 @@ TYPES = (
     "MPI plugin types are...\n\tnone\n\tpmi2\n\tpmix\n\tcray_shasta\nspecific pmix plugin versions available: pmix_v5"
 )
 JUELICH = "MPI plugin types are...\n\tnone\n\tpspmix\n\tpmi2"
-VERSIONS = TYPES + ",pmix_v4,pmix_v3"
+VERSIONS = TYPES + ",pmix_v4"
 OLD = "srun: MPI types are...\nsrun: pmix_v3\nsrun: pmi2\nsrun: none\nsrun: pmix_v4"
 # A node of 64 cores, of two hardware threads each, where Slurm counts threads, or cores.
 SMT = "NodeName=n1 CoresPerSocket=32 CPUAlloc=128 CPUEfctv=128 CPUTot=128 CPULoad=0 Sockets=2 Boards=1 ThreadsPerCore=2"
@@ -127,7 +127,7 @@ def job(tmp_path):
         ),
         (
             {"LIBRARY": OPEN, "TYPES": VERSIONS, "WORKS": "pmix_v4"},
-            "srun --mpi=pmix; srun --mpi=pmix_v5; *srun --mpi=pmix_v4; srun --mpi=pmix_v3; srun --mpi=pmi2; srun",
+            "srun --mpi=pmix; srun --mpi=pmix_v5; *srun --mpi=pmix_v4; srun --mpi=pmi2; srun",
         ),
         (
             {"LIBRARY": OPEN, "TYPES": OLD, "WORKS": "pmix_v3"},
@@ -213,6 +213,7 @@ def test_ranks_that_do_not_answer(job):
     [
         (r"UCX ERROR bad\nsrun: error: n1: task 0: Aborted\nslurmstepd-n2: error: mpi/pmi2: invalid", 2),
         (r"one\nMPICH ERROR [Rank 0]\nsrun: error: n1: tasks 0-1: Exited with exit code 255", 1),
+        (r"MPICH ERROR [Rank 0]\nsrun: error: Unable to create step for job 17: Requested node is busy", 1),
         (r"one\n------\nno such thing", 2),
     ],
 )
@@ -316,24 +317,69 @@ def test_no_array(job):
     assert said == "mpiattn: 'out-%02a.h5' has %a, the task of an array; this job is none: sbatch --array=0-3 ...\n"
 
 
-# In place of launch.sh.  The signal comes as late as it may before the script hands it on.
+# In place of launch.sh: what starts ranks, stands for srun, and stands for Slurm.
 LAUNCH = r"""
 set -euo pipefail
 die() { echo "mpiattn: $*"; exit 2; }
 readable() { :; }
+set_starts() { starts=(ranks); }
+scontrol() { echo "scontrol $*"; [ -z "${REFUSED:-}" ]; }
+"""
+# The signal comes as late as it may before the script hands it on.
+LATE = r"""
 trap() { kill -USR1 $$; builtin trap "$@"; }
-set_starts() { starts=(sleep_instead); }
-sleep_instead() { exec sleep 9; }
+ranks() { exec sleep 9; }
+"""
+# Ranks that finish so many problems, the second of a folder, and end with a code; Slurm does not end the script.
+ENDING = r"""
+ranks() {
+    for ((i = 0; i < FINISH; i++)); do echo '{"problem": "b"}' >> out.h5.unfinished/finished.jsonl; done
+    return "$CODE"
+}
+sleep() { echo "sleep $*"; }
 """
 
 
-def test_a_signal_while_the_ranks_are_started(tmp_path):
-    (tmp_path / "launch.sh").write_text(LAUNCH)
-    outcome = subprocess.run(
-        ["bash", launch.SLURM / "run.sbatch", "in.h5", tmp_path / "out.h5", "--resume"],
-        env=os.environ | JOB | {"MPIATTN_SLURM": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=launch.patience(60),
-    )
-    assert outcome.returncode == 2 and "SIGUSR1 came before the ranks were started" in outcome.stdout
+@pytest.fixture
+def resumed(tmp_path):
+    """resumed(stubs, **variables): code and output of run.sbatch with --resume, beside what an earlier job has left."""
+    (tmp_path / "out.h5.unfinished").mkdir()
+    (tmp_path / "out.h5.unfinished/finished.jsonl").write_text('{"made_by": {}}\n{"problem": "a"}\n')
+
+    def resumed(stubs, **variables):
+        (tmp_path / "launch.sh").write_text(LAUNCH + stubs)
+        outcome = subprocess.run(
+            ["bash", launch.SLURM / "run.sbatch", "in.h5", "out.h5", "--resume"],
+            env=os.environ | JOB | {"MPIATTN_SLURM": str(tmp_path)} | variables,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=launch.patience(60),
+        )
+        return outcome.returncode, outcome.stdout
+
+    return resumed
+
+
+def test_a_signal_while_the_ranks_are_started(resumed):
+    code, said = resumed(LATE)
+    assert code == 2 and "SIGUSR1 came before the ranks were started" in said
+
+
+@pytest.mark.parametrize(
+    "ranks, code, says",
+    [
+        ({"CODE": "0"}, 0, ""),
+        ({"CODE": "3", "FINISH": "1"}, 3, ""),
+        ({"CODE": "138", "FINISH": "1"}, 0, "{back}scontrol requeue 17\nsleep 60\n"),
+        ({"CODE": "138", "FINISH": "1", **ARRAY}, 0, "{back}scontrol requeue 15_3\nsleep 60\n"),
+        ({"CODE": "138"}, 2, "mpiattn: no problem was finished in this job's time; "),
+        ({"CODE": "138", "FINISH": "1", "REFUSED": "yes"}, 2, "{back}scontrol requeue 17\nmpiattn: this job may"),
+    ],
+    ids=["done", "failed", "back", "of an array", "no progress", "refused"],
+)
+def test_how_a_job_with_resume_ends(resumed, ranks, code, says):
+    """It goes back into the queue only if a signal has ended the ranks and they have finished a problem."""
+    back = "mpiattn: back into the queue, for the other problems\n"
+    ended, said = resumed(ENDING, **{"FINISH": "0"} | ranks)
+    assert ended == code and said.startswith(says.format(back=back)) and bool(said) == bool(says), said

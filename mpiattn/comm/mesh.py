@@ -305,7 +305,6 @@ class Home:
         note(ERROR, self.comm.rank, "no plan or cache on this communicator can be used any more: %s", self.abandoned)
         if ranks:
             revoke([self.comm, *(comm for mesh in self.meshes.values() for comm in mesh.shared())])
-        self.plans.clear()
         self.known.failed()
         keep_forever(self)  # MPI may still use its buffers
         endings.abort_if_uncaught()

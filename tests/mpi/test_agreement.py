@@ -183,6 +183,7 @@ def test_case_26_different_at_a_call(group):
 @pytest.mark.parametrize(
     "given, says",
     [
+        ({"padding": True}, "padding is given without cu_seqlens"),
         ({"cu_seqlens": [0, 30, 20]}, "cu_seqlens is"),
         ({"cu_seqlens": [0, 99]}, "positions from 0 to 24"),
         ({"cu_seqlens": [0.5, 3]}, "whole numbers"),

@@ -131,13 +131,13 @@ def test_plans_share_one_duplicate_and_mesh(comm):
 def test_meshes_of_plans_to_come(comm, monkeypatch):
     """While a home has users, the newest mesh without users is kept for the next plan, here one."""
     monkeypatch.setattr(mesh, "UNUSED", 1)
-    fresh, made = comm.Dup(), []
-    with MeshAttention(fresh, **TINY, tile=(1, comm.size)) as plan:
-        for shape in [shape for shape in tiles(comm.size) if shape != (1, comm.size)]:
-            for _ in range(2):
-                with MeshAttention(fresh, **TINY, tile=shape) as other:
+    fresh, made, how = comm.Dup(), [], TINY | {"heads": comm.size}
+    with MeshAttention(fresh, **how, tile=(1, comm.size)) as plan:
+        for shape in [*tiles(comm.size), (comm.size, 1, 1)] if comm.size > 1 else []:
+            for _ in range(2 * (shape != (1, comm.size))):
+                with MeshAttention(fresh, **how, tile=shape) as other:
                     made.append(other._mesh)
-                    chunk = np.ones((1, len(other.positions), 1, 1), np.float32)
+                    chunk = np.ones((1, len(other.positions), comm.size, 1), np.float32)
                     other.forward(chunk, chunk, chunk)
         assert all(first is again for first, again in zip(made[::2], made[1::2]))
         assert [each.row != MPI.COMM_NULL for each in made[::2]] == [False] * (len(made) // 2 - 1) + [True] * bool(made)

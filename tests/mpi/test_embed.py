@@ -125,6 +125,33 @@ def test_options_of_calls(c, comm):
     plan.close()
 
 
+@pytest.mark.parametrize("batch, heads", [(2, 3), (3, 2)])
+def test_numbers_of_a_plan(c, comm, batch, heads):
+    """Those that were given, and of this rank's tile: every rank is a plane, of some heads or of a sequence."""
+    given = {"seqlen": 7, "seqlen_k": 9, "head_dim": 4, "value_dim": 5, "kv_heads": 1}
+    given |= {"batch": batch * comm.size, "heads": heads} if heads % 2 else {"batch": batch, "heads": heads * comm.size}
+    text = ", ".join(f"{name}={value}" for name, value in given.items())
+    handle, plan = both(c, comm, f"{text}, tile={comm.size}x1x1", **given, tile=(comm.size, 1, 1))
+    q, k, v, _ = arrays_of(plan, comm.rank)
+    out, lse = plan.forward(q, k, v)
+    c.ok("forward", handle, q, k, v, np.empty_like(out), np.empty_like(lse), NONE)
+    names = "tokens", "tokens_k", "chunk", "sent_bytes", "sent_messages", "nbytes"
+    names += "bias_first_sequence", "bias_sequences", "bias_first_head", "bias_heads", *given
+    of_c = {name: c.integer("plan_integer", handle, name) for name in names}
+    assert {name: of_c[name] for name in given} == given
+    assert (of_c["tokens"], of_c["tokens_k"]) == (len(plan.positions), len(plan.positions_k))
+    assert (of_c["chunk"], of_c["nbytes"]) == (plan.chunk, plan.nbytes)
+    assert (of_c["sent_bytes"], of_c["sent_messages"]) == plan.sent
+    for of_tile, names, length in (
+        (plan.bias_sequences, ("bias_first_sequence", "bias_sequences"), given["batch"]),
+        (plan.bias_heads, ("bias_first_head", "bias_heads"), given["heads"]),
+    ):
+        first, count = (of_c[name] for name in names)
+        assert [*range(first, first + count)] == [*range(length)[of_tile]]
+    c.ok("plan_free", ctypes.byref(handle))
+    plan.close()
+
+
 def test_distribution(c, comm):
     """Scatter and gather of tokens and biases, positions, numbers and texts of a plan, and plans of other lengths."""
     handle, plan = both(c, comm, "seqlen=23, heads=2, head_dim=4, timeout=60", seqlen=23, heads=2, head_dim=4)

@@ -110,6 +110,67 @@ def test_an_interrupt_as_a_collective_is_posted(comm, at_least, monkeypatch):
     fresh.Free()
 
 
+@pytest.mark.parametrize("call", ["send", "receive", "allgather"])
+def test_an_interrupt_as_a_round_is_posted(comm, at_least, monkeypatch, call):
+    """Its array stays alive, although the request has no name."""
+    at_least(2)
+    monkeypatch.setattr(Watched, "alive", [])
+    fresh, guilty = comm.Dup(), comm.size - 1
+
+    class Interrupted:
+        rank, size = fresh.rank, fresh.size
+
+        def __getattr__(self, name):
+            def post(*arguments):
+                getattr(fresh, name)(*arguments)
+                raise KeyboardInterrupt
+
+            return post
+
+    def begin(messages, call):
+        array = np.ones(5).view(Watched)
+        if call == "allgather":
+            every = np.ones(5 * comm.size).view(Watched)
+            messages.allgather(array, every, [5] * comm.size, [*range(0, 5 * comm.size, 5)], 8)
+        else:
+            getattr(messages, call)(guilty if comm.rank == 0 else 0, array)
+
+    if comm.rank == guilty:
+        with pytest.raises(KeyboardInterrupt), Rounds(Peers(fresh), 2**20) as messages:
+            messages._comm = Interrupted()
+            begin(messages, call)
+        del messages
+        gc.collect()
+        assert sum(array() is not None for array in Watched.alive) >= 1 + (call == "allgather")
+    elif comm.rank == 0 or call == "allgather":
+        with Rounds(Peers(fresh), 2**20) as messages:
+            begin(messages, {"send": "receive", "receive": "send"}.get(call, call))
+            messages.turn()
+            messages.end()
+    comm.Barrier()
+    fresh.Free()
+
+
+def test_a_call_that_another_rank_has_failed(comm, at_least):
+    """Its buffers outlive the plan."""
+    at_least(2)
+    fresh = comm.Dup()
+    plan = MeshAttention(fresh, seqlen=4 * comm.size, heads=1, head_dim=4, timeout=500)
+    ones, buffers = np.ones((1, 4, 1, 4), np.float32), weakref.ref(plan._passes)
+    comm.Barrier()  # all have it
+    if comm.rank == comm.size - 1:
+        with pytest.raises(KeyError), plan._home.call("another call"):
+            raise KeyError
+    else:
+        with pytest.raises(PeerFailure):
+            plan.forward(ones, ones, ones)
+    comm.Barrier()
+    plan.close()
+    del plan
+    gc.collect()
+    assert buffers() is not None or comm.rank == comm.size - 1
+
+
 def test_an_interrupt_as_a_call_begins(comm, at_least, monkeypatch):
     """It leaves the communicator as it was: no call is running."""
     at_least(2)

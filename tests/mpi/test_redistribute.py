@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 import tempfile
+import time
 
 import divisions
 import h5py
@@ -204,6 +205,27 @@ def test_written_by_rank_0_where_no_memory_is_shared(comm, tmp_path_factory, mon
     monkeypatch.setattr(shared_memory, "FOLDER", "/no such folder")
     folder = comm.bcast(str(tmp_path_factory.mktemp("files")) if comm.rank == 0 else None)
     layout, whole = Layout("striped", 29, comm.size), np.arange(290, dtype=np.float32).reshape(1, 29, 2, 5)
+    output = Output(Peers(comm), f"{folder}/x.h5", {"": Contents({"k": (whole.shape, "float32")})})
+    output.write("k", whole[:, layout.positions(comm.rank)], layout)
+    output.commit()
+    with h5py.File(f"{folder}/x.h5", "r") as file:
+        assert np.array_equal(file["k"][()], whole)
+    comm.Barrier()
+
+
+def test_ranks_that_write_late(comm, tmp_path_factory, monkeypatch):
+    """What they have yet to write, the others leave in the memory that all share; a call may write a part of it."""
+    monkeypatch.setattr(staged, "ROUND_BYTES", 700)
+    monkeypatch.setattr(staged, "STRETCH_BYTES", 200)
+    write = os.pwrite
+
+    def late(file, data, start):
+        time.sleep(0.01 * (comm.rank == 0))
+        return write(file, data[:150], start)  # as the system does of 2 GiB
+
+    monkeypatch.setattr(os, "pwrite", late)
+    folder = comm.bcast(str(tmp_path_factory.mktemp("files")) if comm.rank == 0 else None)
+    layout, whole = Layout("striped", 61, comm.size), np.arange(610, dtype=np.float32).reshape(1, 61, 2, 5)
     output = Output(Peers(comm), f"{folder}/x.h5", {"": Contents({"k": (whole.shape, "float32")})})
     output.write("k", whole[:, layout.positions(comm.rank)], layout)
     output.commit()
