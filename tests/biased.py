@@ -151,7 +151,9 @@ def expected(problem, inputs, drawn, **options):
         of_sink = of_sink / np.where(total == 0, 1, total)
     out = np.einsum("bhij,bjhd->bihd", weight * keep, v_of)
     delta = np.einsum("bihd,bihd->bhi", dout, out) - (0 if dlse is None else dlse)
-    dscore = weight * (np.einsum("bihd,bjhd->bhij", dout, v_of) * keep - delta[..., None])
+    of_values = np.einsum("bihd,bjhd->bhij", dout, v_of) * keep
+    dscore = weight * (of_values - delta[..., None])
+    terms = weight * (np.abs(of_values) + np.abs(delta[..., None]))  # which may cancel
     through_softcap = dscore * (1 - bent**2) if p.softcap else dscore
 
     def of_kv(array):
@@ -164,7 +166,7 @@ def expected(problem, inputs, drawn, **options):
         dk[..., : p.value_dim] += dv
         dv = None
     dsinks = None if sinks is None else -(of_sink[..., 0] * delta).sum(axis=(0, 2))
-    sizes = {f"d{name}": np.abs(of).max(initial=0) for name, of in _gradients(p, drawn, np.abs(dscore)).items()}
+    sizes = {f"d{name}": np.abs(of).max(initial=0) for name, of in _gradients(p, drawn, terms).items()}
     sizes["dq"] = p.scale * np.einsum("bhij,bjhd->bihd", np.abs(through_softcap), np.abs(k_of)).max(initial=0)
     sizes["dk"] = p.scale * np.einsum("bhij,bihd->bjhd", np.abs(through_softcap), np.abs(q)).max(initial=0)
     return out, lse, dq, dk, dv, dsinks, _gradients(p, drawn, dscore), sizes
