@@ -281,6 +281,8 @@ def wrong(problem, got, ref, inputs, at, at_k, call=None, terms=False, flushed=0
     for name, array in got._asdict().items():
         whole = getattr(ref, name)
         if array is None:
+            if whole is not None and got.dq is not None:  # there is a backward pass
+                return f"{name} is missing"
             continue
         dtype = p.partial_dtype if name in ("lse", "dsinks") else p.dtype
         if array.dtype != dtype:

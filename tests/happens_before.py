@@ -62,7 +62,7 @@ class HappensBefore(deferred.DeferredBackend):
         for access in accesses:
             for other in self._accesses:
                 ordered = past >> other.operation & 1 or not (access.writes or other.writes)
-                if not ordered and np.may_share_memory(access.array, other.array):
+                if not ordered and np.shares_memory(access.array, other.array):
                     self.races.append(f"{access.text}, maybe before the end of: {other.text}")
         self._accesses += accesses
         self._count += 1

@@ -12,10 +12,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = [
-    f"tests/{name}.py"
-    for name in ("test_cpu", "test_cpu_bias", "test_cpu_decode", "test_cpu_launches", "test_cpu_pairs")
-]
+FILES = [path for path in sorted((ROOT / "tests").glob("test_cpu*.py")) if "cpu_kernels" in path.read_text()]
 # By name: flags of the compiler, libraries to load first, and the sanitizer's settings.
 SANITIZERS = {
     "thread": ("-fsanitize=thread", ["libtsan.so"], {"TSAN_OPTIONS": "halt_on_error=1"}),

@@ -198,3 +198,20 @@ def test_a_real_cgroup():
         assert 200 - 64 - 30 < there <= 200 - 64
     finally:
         folder.rmdir()
+
+
+def test_the_peak_is_of_this_process_alone():
+    """However much the process holds that has started it."""
+    code = "from mpiattn.system import memory_limits; before = memory_limits.peak(); held = b'x' * 2**26\n"
+    code += "print(before, memory_limits.peak())"
+    start = "import subprocess as s, sys; held = b'x' * 2**28; s.run([sys.executable, '-c', sys.argv[1]], check=True)"
+    command = [sys.executable, "-c", start, code]
+    outcome = subprocess.run(
+        command, env=launch.environment(), capture_output=True, text=True, timeout=launch.patience(60), check=True
+    )
+    before, after = map(int, outcome.stdout.split())
+    assert before < 2**27 and after - before > 0.9 * 2**26
+
+
+def test_a_system_that_does_not_tell_the_peak(tmp_path):
+    assert memory_limits.peak(system(tmp_path, {"proc/self/status": "VmRSS: 99 kB\n"})) > MIB

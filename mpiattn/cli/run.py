@@ -43,7 +43,7 @@ from ..files.output import Contents, Output
 from ..files.problems import read_problems
 from ..files.trace_file import write as write_trace
 from ..files.unfinished import MADE_BY, Unfinished
-from ..system import partial_files
+from ..system import memory_limits, partial_files
 from ..system.atomic_file import JSON, check_target
 from . import biases, opening, run_problem
 from .names import add_names
@@ -104,7 +104,7 @@ def _check(args):
 
 
 def _run(job, args):
-    comm, peers, before = job.comm, job.peers, run_problem.peak_bytes()
+    comm, peers, before = job.comm, job.peers, memory_limits.peak()
     job.on_rank_0(lambda: _check(args))
     look = partial(read_problems, chosen=args.problems, names=args.names, backward=args.backward, grid=args.grid)
     source = Input(peers, args.input, args.max_message, look, names=args.names, axes=args.axes, grid=args.grid)
@@ -199,7 +199,7 @@ def _solve_each(job, args, left, many, output, kept, request, before):
             last = all(other.plan is not task.plan for other in left)
             solved = run_problem.solve(job, args, task, phases(task), last)
             run_problem.write(job, output, task, solved, phases(task))
-            local = solved.local | {"peak_bytes": run_problem.peak_bytes(), "peak_bytes_before": before}
+            local = solved.local | {"peak_bytes": memory_limits.peak(), "peak_bytes_before": before}
             ranks = job.peers.gather(local)
             if ranks is not None:
                 facts = args, task.plan, task.chosen, job.seconds, ranks, solved.reports, solved.odd

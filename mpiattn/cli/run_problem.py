@@ -1,7 +1,6 @@
 """One problem of `mpiattn run`: its plan, its passes, the verification and the results."""
 
 import contextlib
-import resource
 import socket
 import sys
 from typing import NamedTuple
@@ -198,11 +197,6 @@ def write(job, output, task, solved, progress=Progress):
             task.added.write(output, plan.k_layout)
 
     job("write", write_all)
-
-
-def peak_bytes():
-    """Peak resident memory of this process, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _compute(job, args, task, activity, progress):

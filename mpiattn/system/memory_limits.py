@@ -1,4 +1,5 @@
-"""The memory that this process may use: of its node, its cgroups, its Slurm job, and by its own limits.  Linux only.
+"""The memory that this process may use: of its node, its cgroups, its Slurm job, and by its own limits; and what it has
+used.  Linux only.
 
 What cannot be read does not limit.  Whatever the system can take back counts as free: files in its cache, and memory
 that it can move to free swap.  So what is refused by these limits could not have run.
@@ -53,6 +54,15 @@ def limits(root="/", environment=os.environ):
         every += _of_slurm(environment, own.get("RssAnon", 0))
     every += _of_process(own)
     return every
+
+
+def peak(root="/"):
+    """The most memory, resident, that this process has used, in bytes.  root: as for `limits`.
+
+    That of getrusage is at least what the process held that started this one: it is taken only where there is no other.
+    """
+    own = _fields(Path(root) / "proc/self/status")
+    return own.get("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def least(every, sharing=1):

@@ -12,7 +12,7 @@ from dense import draw_all
 from happens_before import HappensBefore
 from runs import agreed, my_chunks, on, tiles, use_schedule
 
-from mpiattn import MeshAttention
+from mpiattn import MeshAttention, masks
 from mpiattn.backends.testing import deferred
 from mpiattn.schedule.greedy import greedy
 from mpiattn.schedule.steps import Costs
@@ -101,8 +101,12 @@ def check(comm, arguments, costs=None, ahead=0):
 def draw_plan(rng, size, schedule):
     """Arguments of a random plan of few tokens, whose arrays end anywhere between two aligned addresses."""
     kv_heads, route = rng.choice([1, 2, 3]), rng.choice(["direct", "direct", "ring"])
+    seqlen, scattered = rng.choice([17, 31, 64, 97]), rng.random() < 0.3  # so that messages are packed
     return {
-        "seqlen": rng.choice([17, 31, 64, 97]),
+        "seqlen": seqlen,
+        "mask": masks.blocks(1, [(i, (7 * i + 5 * j) % seqlen) for i in range(seqlen) for j in range(3)])
+        if scattered
+        else None,
         "batch": rng.choice([1, 1, 2]),
         "heads": kv_heads * rng.choice([1, 2]),
         "kv_heads": kv_heads,

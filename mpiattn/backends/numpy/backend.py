@@ -204,7 +204,7 @@ class NumpyBackend:
         with np.errstate(all="ignore"):  # NaN from inf - inf and the like is a valid result here
             for panel, row_tiles_of_heads, report in self._panels(block, out.shape[2], out.dtype, meanwhile):
                 for rows, head in row_tiles_of_heads:
-                    tiles.forward(self._work, rows, head, block, (out, lse), panel, report)
+                    tiles.forward(self._work, rows, head, block, (out, lse), panel, tiles.COLUMNS, report)
 
     def _packed(self, block, per_kv):
         """The block with so many query heads of a KV head packed into one."""

@@ -153,7 +153,7 @@ def _by_rows(work, rows, block, key_slots, first, out, lse, meanwhile):
             for tile in rows:
                 lo, hi = tile.within(*panel.span)
                 if lo < hi:
-                    tiles.forward(work, tile, 0, of_head, (acc, top), panel, meanwhile, columns)
+                    tiles.forward(work, tile, 0, of_head, (acc, top), panel, columns, meanwhile)
             start += count
         out[:, heads], lse[:, heads] = acc.reshape(out[:, heads].shape), top.reshape(lse[:, heads].shape)
 

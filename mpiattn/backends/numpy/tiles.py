@@ -118,7 +118,7 @@ def _query(work, rows, head, block, dtype):
     return query
 
 
-def forward(work, rows, head, block, partial, panel, meanwhile=None, columns=COLUMNS):
+def forward(work, rows, head, block, partial, panel, columns, meanwhile=None):
     """Add the keys of a panel to the partial (out, lse) of the rows of one head in a row tile.
 
     work(name, shape, dtype) returns a work array.  columns: keys of a score tile.
