@@ -181,29 +181,39 @@ def test_splits_of_the_queries(backend, monkeypatch):
     assert grids["gradient_kv"][2] > 1
 
 
-@pytest.mark.draw(3)
-@pytest.mark.parametrize("most", [250, 251])
-@pytest.mark.parametrize(("dtype", "queries", "softcap"), [("bfloat16", 2, None), ("float32", 20, 3.0)])
-def test_pages(backend, dtype, queries, softcap, most):
-    """Sequences of any length, one of none, several queries each: of few rows, and of many."""
-    heads, page_size, lengths = 8, 8, (100, 0, 33, 250)
+def in_pages(backend, dtype, queries, heads, softcap, most):
+    """Sequences of any length, one of none, several queries each: as NumPy has them."""
+    kv_heads, page_size, lengths = min(heads, 2), 8, (100, 0, 33, 250)
     rng = np.random.default_rng(0)
     used = [-(-length // page_size) for length in lengths]
     tables = np.split(rng.permutation(sum(used)).astype(np.int32), np.cumsum(used)[:-1])
-    k, v = (rng.standard_normal((2, sum(used) * page_size, dim)).astype(dtype) for dim in (64, 32))
+    k, v = (rng.standard_normal((kv_heads, sum(used) * page_size, dim)).astype(dtype) for dim in (64, 32))
     q = rng.standard_normal((len(lengths) * queries, heads, 64)).astype(dtype)
     begin, end = (np.repeat(np.array(ends, np.int32), queries) for ends in ((0, 0, 5, 30), lengths))
     bias = rng.standard_normal((len(q), heads, most), np.float32)
     for row, length in zip(bias, np.repeat(lengths, queries)):
         row[:, length:] = np.nan  # which nobody sees
-    bias[1, :, ::2], bias[-1, 2] = -np.inf, -np.inf
+    bias[1, :, ::2], bias[-1, heads // 4] = -np.inf, -np.inf
     results = []
     for on in (backends.get("numpy"), backend):
         out, lse = np.full((*q.shape[:2], 32), np.nan, np.float32), np.full(q.shape[:2], 3, np.float32)
         on.attend_pages(BlockInputs(q, k, v, begin, end, 0.3, softcap, tables, page_size, bias), out, lse)
         results.append((out, lse))
     close(dtype, results[1], results[0])
-    assert np.isneginf(results[1][1][-1, 2])
+    assert np.isneginf(results[1][1][-1, heads // 4])
+
+
+@pytest.mark.draw(3)
+@pytest.mark.parametrize("most", [250, 251])
+@pytest.mark.parametrize(("dtype", "queries", "softcap"), [("bfloat16", 2, None), ("float32", 20, 3.0)])
+def test_pages(backend, dtype, queries, softcap, most):
+    """Of few rows, and of many."""
+    in_pages(backend, dtype, queries, 8, softcap, most)
+
+
+def test_sequences_of_one_head_in_pages(backend):
+    """They have more sequences than heads."""
+    in_pages(backend, "bfloat16", 2, 1, None, 250)
 
 
 def test_launches_are_ordered(gpu):

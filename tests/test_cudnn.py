@@ -98,7 +98,8 @@ def test_what_has_no_runs(monkeypatch, short):
     begin, end = (np.concatenate(pair) for pair in zip(everything(4, 9), causal(4, 9)))
     assert runs_of(begin, end) is None
     row = np.zeros((1, 4), np.int32)
-    assert runs_of(row, np.array([[2, 2, 0, 0]], np.int32)) is None
+    for seen in ([2, 2, 0, 0], [2, 2, 2, 0]):
+        assert runs_of(row, np.array([seen], np.int32)) is None
     assert runs_of(row + 1, row + 5) is None
     stairs = np.repeat(np.arange(1, 12, dtype=np.int32), 2)[None]
     few = stairs[:, : 2 * row_runs.MOST_RUNS]
@@ -106,6 +107,7 @@ def test_what_has_no_runs(monkeypatch, short):
     assert runs_of(stairs * 0, stairs) is None
     monkeypatch.setattr(row_runs, "LEAST", 6)
     assert runs_of(*everything(5, 6)) is runs_of(*everything(6, 5)) is None and runs_of(*everything(6, 6))
+    assert runs_of(*np.split(np.array([[0] * 9, [9] * 6 + [7] * 3], np.int32), 2)) is None, "the second has few rows"
 
 
 # A block

@@ -106,7 +106,7 @@ class DecodeBiases:
         return np.where(see, begin, last[:, None]).min(axis=1), last
 
     def _groups(self, rows: range, widths: Integers) -> Iterator[slice]:
-        """The sequences of each part: one or, where these are whole and have few keys, several."""
+        """The sequences of each part: one or, where these are whole and have few keys, several.  rows: at least one."""
         first, last = rows.start // self._queries, -(-rows.stop // self._queries)
         whole = (rows.start, rows.stop) == (first * self._queries, last * self._queries)
         most = PIECE // (self._queries * self._problem.heads) if whole else 0
@@ -116,8 +116,7 @@ class DecodeBiases:
             if number > start and (number - start + 1) * widest > most:
                 yield slice(start, number)
                 start, widest = number, width
-        if start < last:
-            yield slice(start, last)
+        yield slice(start, last)
 
     def _pages_at_a_time(self, rows: int, page_size: int) -> int:
         return max(-(-LEAST // page_size), PIECE // (rows * self._problem.heads * page_size))

@@ -49,8 +49,9 @@ def tree_decode(
     q : array, (len(sequences), queries, heads, head_dim)
         In the cache's dtype, the same on every rank; the cache's kv_heads divide heads.  The queries are those of the
         last tokens of each sequence, whose keys are already in the cache: in a sequence of n tokens, query i is at
-        position n - queries + i.  If n < queries, the first are before the sequence's first token, and with causal see
-        no key.  No query of a sequence without tokens sees one; it is an error if no sequence of the call has tokens.
+        position n - queries + i.  If n < queries, the first are before the sequence's first token, and with causal or
+        a mask see no key.  No query of a sequence without tokens sees one; it is an error if no sequence of the call
+        has tokens.
     cache : KVCache
         The keys and values.
     sequences : sequence of int, default all

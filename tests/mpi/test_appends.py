@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from test_decode import RINGS, Mirror
 
-from mpiattn import ArgumentError, KVCache, tree_decode
+from mpiattn import ArgumentError, KVCache, MeshAttention, tree_decode
 from mpiattn.arguments.arrays import on_host
 from mpiattn.errors import KeywordError
 
@@ -68,11 +68,13 @@ def test_random_appends_to_some_sequences(comm, page_size, dtype):
 
 
 def test_no_cache_is_given(comm):
-    """Arguments in another order, for example."""
-    q = np.zeros((1, 1, 2, 4), np.float32)
-    with KVCache(comm, capacity=9, kv_heads=2, head_dim=4) as cache:
+    """Arguments in another order, or a plan, for example."""
+    q, plan = np.zeros((1, 1, 2, 4), np.float32), MeshAttention(comm, seqlen=9, heads=2, head_dim=4)
+    with KVCache(comm, capacity=9, kv_heads=2, head_dim=4) as cache, plan:
         for decode in (tree_decode, *RINGS.values()):
             with pytest.raises(ArgumentError, match="cache is a ndarray; it must be a KVCache: the queries come first"):
                 decode(cache, q)
+            with pytest.raises(ArgumentError, match="cache is a MeshAttention; it must be a KVCache"):
+                decode(q, plan)
             with pytest.raises(KeywordError, match=r"scales is not an argument of .*; did you mean scale"):
                 decode(cache, q, scales=1)

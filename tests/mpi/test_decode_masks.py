@@ -22,6 +22,8 @@ def test_masks_of_several_intervals(group):
             mirror.check(5, mask=mask, causal=causal)
         out, lse = tree_decode(mirror.draw(2, 0, 4, 8), mirror.cache, mask=mask)
         assert out.shape == (2, 0, 4, 8) and lse.shape == (2, 4, 0), "no query"
+    _, lse = tree_decode(mirror.draw(2, 13, 4, 8), mirror.cache, mask=masks.global_tokens(2), causal=False)
+    assert np.isneginf(lse[1, :, :2]).all() and np.isfinite(lse[1, :, 2:]).all(), "two come before 11 tokens"
     text = same_error(group, lambda: tree_decode(mirror.draw(2, 1, 4, 8), mirror.cache, mask=masks.tree([-1] * 12)))
     assert text.startswith("mask is tree -1,-1") and "of 12 tokens" in text and "11 keys" in text, text
     text = same_error(group, lambda: tree_decode(mirror.draw(2, 1, 4, 8), mirror.cache, mask=np.ones(30)))

@@ -19,7 +19,8 @@ class Rows(NamedTuple):
     """A bias or its gradient as kernels take it.
 
     element: of the kernels.  width: numbers of a row that they read at a time, `PAIR` or 1.
-    shape: lengths of the axes of sequences, heads and tokens.  strides: theirs in elements; 0 where the length is 1.
+    shape: lengths of the axes of sequences, heads and tokens; in pages of one sequence, whose heads a block's are.
+    strides: of these axes, in elements; 0 where there is one number.
     """
 
     element: str
@@ -42,10 +43,10 @@ class Rows(NamedTuple):
         tokens //= sequences
         strides = tokens * heads * most, most, heads * most
         width = _width(array.itemsize, address, strides)
-        return cls(element(array.dtype.name), width, (sequences, heads, tokens), strides)
+        return cls(element(array.dtype.name), width, (1, heads, tokens), strides)
 
     def heads_of_sequence(self, heads):
-        """Of so many heads of all sequences."""
+        """Of so many heads of all sequences; in pages, of one."""
         sequences, own, _ = self.shape
         return own if own > 1 else heads // sequences
 
