@@ -179,6 +179,13 @@ def test_wrong_grids(arguments, text):
         Layout.grid(*arguments)
 
 
+def test_a_rank_that_is_not_in_the_cartesian_communicator():
+    from mpi4py import MPI
+
+    with pytest.raises(ArgumentError, match=r"cart is MPI\.COMM_NULL; it must be a communicator of all ranks"):
+        Layout.grid((3, 4), MPI.Cartcomm())
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

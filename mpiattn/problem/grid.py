@@ -30,6 +30,8 @@ def _dims_and_order(cart: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]
     if not hasattr(cart, "Get_topo"):
         meaning = "the numbers of ranks along the axes, or a Cartesian communicator"
         return _whole_numbers("cart", cart, 1, meaning), None
+    if not cart:
+        raise ArgumentError("cart is MPI.COMM_NULL; it must be a communicator of all ranks, and its dims are too small")
     dims = tuple(cart.Get_topo()[0])
     if not dims:
         raise ArgumentError("cart is a communicator of no dims; it must have one or more")
