@@ -78,8 +78,8 @@ def plan_free(number: int) -> None:
 OF_PROBLEM = "seqlen", "seqlen_k", "batch", "heads", "kv_heads", "head_dim", "value_dim"
 INTEGERS: dict[str, Callable[[Any], int]] = {
     **{name: attrgetter(f"problem.{name}") for name in OF_PROBLEM},
-    "tokens": lambda plan: plan.q_layout.length(plan.chunk),
-    "tokens_k": lambda plan: plan.k_layout.length(plan.chunk),
+    "tokens": lambda plan: plan.q_layout.length(plan.rank),
+    "tokens_k": lambda plan: plan.k_layout.length(plan.rank),
     "chunk": attrgetter("chunk"),
     "bias_rows": lambda plan: len(plan.bias_positions[0]),
     "bias_columns": lambda plan: len(plan.bias_positions[1]),
