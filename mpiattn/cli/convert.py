@@ -131,7 +131,7 @@ def _problems(args, stack):
 
 
 def _of_files(args, sources, tensors):
-    """The problems of some files by group, as `_problems`; tensors: theirs, as of `_all`."""
+    """The problems of some files by group, as `_problems`; tensors: those of the files, as of `_all`."""
     problems = {}
     for group, names in _groups(args.names, tensors).items():
         taken, axes = _chosen(args, sources, names, tensors), args.axes or AXES[0]

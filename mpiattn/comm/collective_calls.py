@@ -7,8 +7,6 @@ from abc import ABC, abstractmethod
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
-
 from ..arguments.untraced import keep_untraced
 from ..errors import ArgumentError, CallError, CopyError, MpiattnError, PeerFailure
 from ..system.logs import DEBUG, LOGGER, note
@@ -67,10 +65,11 @@ class Call:
         Raises ArgumentError on every rank if check is neither True nor False.
         """
         agreed = agreement(self.peers, call=self.name, hashes=self._owner._hashes)
-        if not isinstance(check, bool | np.bool_):
+        try:
+            return agreed if truth("check", check) else nullcontext({})
+        except ArgumentError:
             with agreed:
-                truth("check", check)
-        return agreed if check else nullcontext({})
+                raise
 
 
 class Collective(ABC):

@@ -232,10 +232,11 @@ int call(const char* function, const char* format, ...) {
         }
         PyGILState_Release(lock);
     }
-    if (status == MPIATTN_OK && message)
-        message[0] = 0;
-    if (status == MPIATTN_OK)
+    if (status == MPIATTN_OK) {
+        if (message)
+            message[0] = 0;
         set_failed_ranks(NULL, 0);
+    }
     if (traps)
         fesetenv(&environment);
     atomic_flag_clear(&busy);
