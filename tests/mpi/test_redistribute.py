@@ -201,16 +201,22 @@ def test_memory_that_there_is_no_room_for(comm, memory_folder):
     assert not os.path.isdir(memory_folder) or not os.listdir(memory_folder)
 
 
-def test_written_by_rank_0_where_no_memory_is_shared(comm, tmp_path_factory, monkeypatch):
-    monkeypatch.setattr(shared_memory, "FOLDER", "/no such folder")
+def striped_file(comm, tmp_path_factory, tokens):
+    """Write a striped tensor into a file, and compare what is in it on every rank."""
     folder = comm.bcast(str(tmp_path_factory.mktemp("files")) if comm.rank == 0 else None)
-    layout, whole = Layout("striped", 29, comm.size), np.arange(290, dtype=np.float32).reshape(1, 29, 2, 5)
+    whole = np.arange(tokens * 10, dtype=np.float32).reshape(1, tokens, 2, 5)
+    layout = Layout("striped", tokens, comm.size)
     output = Output(Peers(comm), f"{folder}/x.h5", {"": Contents({"k": (whole.shape, "float32")})})
     output.write("k", whole[:, layout.positions(comm.rank)], layout)
     output.commit()
     with h5py.File(f"{folder}/x.h5", "r") as file:
         assert np.array_equal(file["k"][()], whole)
     comm.Barrier()
+
+
+def test_written_by_rank_0_where_no_memory_is_shared(comm, tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(shared_memory, "FOLDER", "/no such folder")
+    striped_file(comm, tmp_path_factory, 29)
 
 
 def test_ranks_that_write_late(comm, tmp_path_factory, monkeypatch):
@@ -224,14 +230,7 @@ def test_ranks_that_write_late(comm, tmp_path_factory, monkeypatch):
         return write(file, data[:150], start)  # as the system does of 2 GiB
 
     monkeypatch.setattr(os, "pwrite", late)
-    folder = comm.bcast(str(tmp_path_factory.mktemp("files")) if comm.rank == 0 else None)
-    layout, whole = Layout("striped", 61, comm.size), np.arange(610, dtype=np.float32).reshape(1, 61, 2, 5)
-    output = Output(Peers(comm), f"{folder}/x.h5", {"": Contents({"k": (whole.shape, "float32")})})
-    output.write("k", whole[:, layout.positions(comm.rank)], layout)
-    output.commit()
-    with h5py.File(f"{folder}/x.h5", "r") as file:
-        assert np.array_equal(file["k"][()], whole)
-    comm.Barrier()
+    striped_file(comm, tmp_path_factory, 61)
 
 
 def test_progress_of_files(comm, tmp_path_factory, monkeypatch):
