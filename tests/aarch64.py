@@ -59,7 +59,7 @@ def _program():
     temporary, sources = tempfile.TemporaryDirectory(), kernel_dir()
     folder = Path(temporary.name)
     parts = [
-        (f"{name}_{real}", "cpu/kernels.c", f"-DTABLE={name}_{real}", f"-DREAL_BYTES={size}", *options)
+        (f"{name}_{real}", "cpu/kernels.c", f"-DTABLE={name}_{real}", f"-DREAL_BYTES={size}", f"-DSET_{name}", *options)
         for name, (options, _) in SETS.items()
         for real, size in (("float", 4), ("double", 8))
     ]

@@ -32,7 +32,7 @@ def kernels_of(instruction_set, monkeypatch):
     """
     if instruction_set.startswith("aarch64"):
         kernels = aarch64.Kernels(instruction_set.split()[1])
-        monkeypatch.setattr(library, "Kernels", lambda: kernels)
+        monkeypatch.setattr(library, "Kernels", lambda name: kernels)
         made = backends.get("cpu")
         yield made
         made.close()

@@ -37,7 +37,7 @@ def main():
     flags, libraries, settings = SANITIZERS[arguments.sanitizer]
     with tempfile.TemporaryDirectory() as folder:
         build = [sys.executable, "setup.py", "build_ext", "--build-temp", f"{folder}/temp", "--build-lib", folder]
-        compiler = {"CC": "gcc", "CFLAGS": flags, "LDFLAGS": flags}
+        compiler = {"MPIATTN_BUILD_KERNELS": "1", "CC": "gcc", "CFLAGS": flags, "LDFLAGS": flags}
         subprocess.run(build, cwd=ROOT, env={**os.environ, **compiler}, check=True, stdout=subprocess.DEVNULL)
         print_path = [["gcc", f"-print-file-name={name}"] for name in libraries]
         paths = [subprocess.run(command, capture_output=True, text=True, check=True) for command in print_path]

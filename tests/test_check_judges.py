@@ -36,6 +36,8 @@ def job(count, per_node=4, cores=range(8), **changes):
             "blas": {"library": "openblas 0.3", "threads": 2, "settings": {}},
             "device_names": [],
             "no_devices_why": "CuPy is not installed",
+            "kernels": "avx2",
+            "better_kernels": None,
         }
         ranks.append(facts | {name: change(rank) for name, change in changes.items()})
     return ranks
@@ -62,6 +64,7 @@ def test_all_is_well():
         judge_node.binding(ranks),
         judge_node.memory(ranks),
         judge_node.threads(ranks),
+        judge_node.kernels(ranks),
         judge_node.devices(ranks),
         judge_node.gpu_aware(ranks, [None] * 6),
     ):
@@ -82,6 +85,14 @@ def test_memory():
     says(judge_node.memory(job(2, **left(2**31, 2**28))), "WARN", "256 MiB", "limit 1", "--mem=0", "fewer ranks")
     says(judge_node.memory(job(2, **left(None, 2**30))), "PASS", "1 GiB for a rank")
     says(judge_node.memory(job(2, **left(None, None))), "PASS", "does not say")
+
+
+def test_kernels_of_another_processor():
+    """As after an installation on a login node of another kind; without any, NumPy computes."""
+    ranks = job(6, better_kernels=lambda rank: "avx512" if rank > 3 else None)
+    text = "n1 has avx512, and takes avx2, as the other was not compiled"
+    says(judge_node.kernels(ranks), "WARN", text, "MPIATTN_BUILD_KERNELS=1")
+    says(judge_node.kernels(job(2, kernels=lambda rank: None)), "PASS", "none, NumPy computes")
 
 
 def test_another_mpi_launched():

@@ -168,6 +168,7 @@ def test_what_sites_put_into_env_sh_is_what_the_scripts_read():
     scripts = "".join(
         path.read_text() for path in (launch.ROOT / "slurm").iterdir() if path.suffix in (".sh", ".sbatch")
     )
+    scripts += (launch.ROOT / "setup.py").read_text()
     blocks = re.findall(r"^```bash\n(.*?)^```", SITES.read_text(), flags=re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 6
     for block in blocks:

@@ -212,7 +212,7 @@ def test_kernels_of_the_wheel_for_aarch64(name, every, tmp_path, monkeypatch):
     path = tmp_path / "_kernels.so"
     path.write_bytes(contents(wheel_for(every, "aarch64"))["mpiattn/backends/cpu/_kernels.so"])
     kernels = aarch64.Kernels(name, aarch64.program_of(path, tmp_path))
-    monkeypatch.setattr(library, "Kernels", lambda: kernels)
+    monkeypatch.setattr(library, "Kernels", lambda name: kernels)
     backend, inputs = backends.get("cpu"), (*chunks(40, 50, dtype="float32"), *windows(40, 50))
     out, lse = partial(backend, 40, 2, 6, "float32")
     backend.attend(BlockInputs(*inputs, 0.3, None), out, lse)

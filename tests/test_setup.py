@@ -9,6 +9,7 @@ import zipfile
 import launch
 import pytest
 
+from mpiattn.backends.cpu import library
 from mpiattn.system import host
 
 pytestmark = pytest.mark.workshop
@@ -21,11 +22,40 @@ def setup(*words, **environment):
     return subprocess.run(
         [sys.executable, "setup.py", *words],
         cwd=launch.ROOT,
-        env={**os.environ, **environment},
+        env={**os.environ, "MPIATTN_BUILD_KERNELS": "", **environment},
         capture_output=True,
         text=True,
         timeout=120 * launch.time_factor(),
     )
+
+
+def sets_in(folder):
+    """Names of the sets of a library of kernels, and which of all this processor has, best first."""
+    built = folder / "mpiattn/backends/cpu/_kernels.so"
+    code = (
+        "from mpiattn.backends.cpu import library; "
+        f"library.PATH = library.Path({str(built)!r}); "
+        "print(*(name for name, state in library.instruction_sets().items() if state.compiled)); "
+        "print(*(name for name, state in library.instruction_sets().items() if state.supported and not state.slow))"
+    )
+    words = [sys.executable, "-c", code]
+    said = subprocess.check_output(words, cwd=launch.ROOT, text=True, timeout=launch.patience(30))
+    return [line.split() for line in said.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(library.missing() != "", reason=library.missing())
+def test_an_installation_has_the_set_of_this_processor(tmp_path):
+    """And what that is made of, and the plain one; MPIATTN_BUILD_KERNELS=1 compiles all that the compiler knows."""
+    words = "build_ext", "--build-temp", tmp_path / "temp", "--build-lib"
+    for environment, folder in (({}, "own"), ({"MPIATTN_BUILD_KERNELS": "1"}, "all")):
+        outcome = setup(*words, tmp_path / folder, **environment)
+        assert outcome.returncode == 0, outcome.stderr
+    compiled, supported = sets_in(tmp_path / "own")
+    bases = {"amx": {"avx512"}, "avx512bf16": {"avx512"}}
+    assert set(compiled) == {supported[0], "plain"} | bases.get(supported[0], set())
+    every, supported = sets_in(tmp_path / "all")
+    assert set(every) >= set(supported) | set(compiled)
 
 
 def test_without_a_compiler(tmp_path):

@@ -1,5 +1,7 @@
 // The kernels of one instruction set and one accumulation dtype; compiled once for each, with -DTABLE=name and
-// -DREAL_BYTES=4 or 8.
+// -DREAL_BYTES=4 or 8.  -DSET_name, which setup.py gives too, lets compiler.h check the compiler's options.
+
+#include "compiler.h"
 
 #include "backward.h"
 #include "decode.h"

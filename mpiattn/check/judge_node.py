@@ -1,5 +1,6 @@
 """Judges what the ranks of a node share: cores, memory, threads, devices; `ranks` as in `judge_launch`."""
 
+from ..backends.cpu.library import ALL_SETS
 from ..system.words import number, size, span
 from .report_item import FAIL, PASS, WARN, Item, by_node, ranks_text
 
@@ -130,6 +131,17 @@ def gpu_aware(ranks, probes):
             "Cray MPICH)",
         )
     return Item("GPU-aware MPI", PASS, text)
+
+
+def kernels(ranks):
+    """No processor has a faster instruction set than the CPU kernels were compiled for."""
+    sets = sorted({rank["kernels"] or "none, NumPy computes" for rank in ranks})
+    slower = [rank for rank in ranks if rank["better_kernels"]]
+    if not slower:
+        return Item("kernels", PASS, f"instruction set of the back end cpu: {', '.join(sets)}")
+    rank = slower[0]
+    text = f"{rank['host']} has {rank['better_kernels']}, and takes {rank['kernels']}, as the other was not compiled"
+    return Item("kernels", WARN, text, ALL_SETS)
 
 
 def devices(ranks):

@@ -36,6 +36,7 @@ def survey(job, where, timeout, progress=lambda done: None):
         judge_node.binding(ranks),
         judge_node.memory(ranks),
         judge_node.threads(ranks),
+        judge_node.kernels(ranks),
         judge_node.devices(ranks),
         judge_node.gpu_aware(ranks, probes),
         judge_work.results(cases),

@@ -14,6 +14,7 @@ import re
 import socket
 
 from .. import backends
+from ..backends.cpu import choice, library
 from ..backends.cuda import kernel_table
 from ..backends.cuda.tile_table import PROCESSORS
 from ..console import options
@@ -125,6 +126,7 @@ def _data(comm, nodes, transports, hosts):
         "auto": _auto(),
         "transports": transports,
         "kernels": _kernels(),
+        "instruction_sets": _instruction_sets(),
     }
 
 
@@ -172,6 +174,23 @@ def _kernels():
         return str(kernel_dir())
     except FileError as error:
         return str(error)
+
+
+def _instruction_sets():
+    """Of each instruction set of the back end cpu: whether it can be taken, and why not; None without kernels."""
+    if backends.find("cpu").missing():
+        return None
+    sets = []
+    for name, state in library.instruction_sets().items():
+        why = ""
+        if not state.supported:
+            why = "this processor does not have it"
+        elif not state.compiled:
+            why = "it was not compiled"
+        elif fault := choice.fault(name):
+            why = f"it computes a trial block wrong: {fault}"
+        sets.append({"name": name, "usable": not why, "why_not": why})
+    return {"sets": sets, "better": choice.better()}
 
 
 def _auto():
@@ -236,8 +255,21 @@ def _lines(data):
     usable = [usage for usage, why in data["backends"].items() if not why]
     yield "back ends", ", ".join(usage for usage in usable if usage not in data["backends_for_tests"])
     yield "  auto takes", data["auto"]
+    yield from _lines_of_sets(data["instruction_sets"])
     yield "  for tests", ", ".join(usage for usage in usable if usage in data["backends_for_tests"])
     for usage, why in data["backends"].items():
         if why:
             yield f"  not {usage}", why
     yield "kernel sources", data["kernels"]
+
+
+def _lines_of_sets(known):
+    """The lines about instruction sets, if there are kernels."""
+    if known is None:
+        return
+    yield "  sets of cpu", ", ".join(each["name"] for each in known["sets"] if each["usable"]) or "none"
+    for each in known["sets"]:
+        if not each["usable"]:
+            yield f"  not {each['name']}", each["why_not"]
+    if known["better"]:
+        yield "ADVICE", f"{known['better']} is faster on this processor: {library.ALL_SETS}"

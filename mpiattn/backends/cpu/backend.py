@@ -14,7 +14,7 @@ import numpy as np
 from ...errors import ArgumentError
 from ..numpy.backend import NumpyBackend
 from ..pages import Tables
-from . import library
+from . import choice, library
 from .library import Launch, Poll
 from .speeds import assumed
 
@@ -38,7 +38,7 @@ class CpuBackend(NumpyBackend):
     def __init__(self, name="cpu"):
         super().__init__()
         self.name = name
-        self._kernels = library.Kernels()
+        self._kernels = library.Kernels(choice.chosen())
         self._scratch = np.empty(0, np.uint8)
         self.threads = self.parse(name) if ":" in name else min(library.threads(), MOST_THREADS)
         self.version = self._kernels.version
@@ -54,7 +54,7 @@ class CpuBackend(NumpyBackend):
 
     @classmethod
     def missing(cls):
-        return library.missing()
+        return choice.missing()
 
     def scratch_bytes(self, head_dim, value_dim, dtype, backward=False, shared_kv=False, lists=False):
         launches = [

@@ -9,6 +9,7 @@ import hashlib
 import os
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from ...system.host import BLAS_VARIABLES, cores
 from ...system.launch_variables import local_ranks
@@ -17,6 +18,7 @@ from ...system.sources import kernel_dir
 VARIABLE = "MPIATTN_CPU_KERNELS"
 PATH = Path(__file__).parent / "_kernels.so"
 BUILD = "python setup.py build_ext --inplace"
+ALL_SETS = "install mpiattn on this processor, or with MPIATTN_BUILD_KERNELS=1, which compiles all sets"
 ELEMENTS = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
 OPERATIONS = {"forward": 0, "backward": 1, "decode": 2, "merge": 3, "sink": 4, "delta": 5, "narrow": 6}
 Poll = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_double)
@@ -89,14 +91,27 @@ def _load():
     return library
 
 
+class InstructionSet(NamedTuple):
+    """Whether kernels were compiled for a set, whether this processor has it, and whether a later one is faster."""
+
+    compiled: bool
+    supported: bool
+    slow: bool
+
+
 @cache
 def instruction_sets():
-    """Whether the processor has each instruction set that kernels were compiled for: {name: bool}."""
-    library, sets, number = _load(), {}, 0
-    while name := library.mpiattn_instruction_set(number):
-        sets[name.decode()] = bool(library.mpiattn_supported(number))
-        number += 1
+    """All sets of this architecture by name, the best first."""
+    library, sets = _load(), {}
+    questions = library.mpiattn_compiled, library.mpiattn_supported, library.mpiattn_slow
+    while name := library.mpiattn_instruction_set(len(sets)):
+        sets[name.decode()] = InstructionSet(*(bool(question(len(sets))) for question in questions))
     return sets
+
+
+def runnable():
+    """Names of the sets that were compiled and that this processor has, the best first."""
+    return [name for name, state in instruction_sets().items() if state.compiled and state.supported]
 
 
 @cache
@@ -120,20 +135,27 @@ def missing():
             f"its kernels take launches of {_load().mpiattn_launch_bytes()} bytes, and library.py makes them of "
             f"{ctypes.sizeof(Launch)}: give its Launch the fields of kernels/cpu/launch.h"
         )
-    sets, wanted = instruction_sets(), os.environ.get(VARIABLE)
-    if wanted and not sets.get(wanted):
-        return f"{VARIABLE} is {wanted}; on this processor it may be {', '.join(name for name in sets if sets[name])}"
+    wanted = os.environ.get(VARIABLE)
+    if wanted and wanted not in runnable():
+        return f"{VARIABLE} is {wanted}; on this processor it may be {', '.join(runnable())}{_how_to_get(wanted)}"
     return ""
 
 
-class Kernels:
-    """The kernels of one instruction set; `missing` must be ""."""
+def _how_to_get(name):
+    """What to do for a set that this processor has and that was not compiled; "" for others."""
+    state = instruction_sets().get(name)
+    if state is None or not state.supported:
+        return ""
+    return f"; {name} was not compiled: {ALL_SETS}"
 
-    def __init__(self):
-        self._library, names = _load(), list(instruction_sets())
-        self.name = os.environ.get(VARIABLE) or names[self._library.mpiattn_best_set()]
-        self.version = f"{self.name} {_digest()[:12]}"
-        self._number = names.index(self.name)
+
+class Kernels:
+    """The kernels of an instruction set; `missing` must be "", and the set `runnable`."""
+
+    def __init__(self, name):
+        self._library = _load()
+        self.name, self.version = name, f"{name} {_digest()[:12]}"
+        self._number = list(instruction_sets()).index(name)
         self.scatter = self._library.mpiattn_scatter  # of kernels/cpu/scatter.c
         self.scatter.argtypes, self.scatter.restype = SCATTER, None
 
