@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from functools import cache
 from pathlib import Path
 
@@ -165,6 +166,74 @@ def test_the_interpreter_and_the_mpi_are_found_or_named(tmp_path):
     other = "mpich" if launch.vendor() == "openmpi" else "openmpi"
     status, text = start_of(program, MPI4PY_MPIABI=other)
     assert status == 5 and "the host program has" in text and "install mpi4py for the host program's MPI" in text
+
+
+def test_pythonhome_of_another_python_is_named(tmp_path):
+    program = compiled(tmp_path, SOURCES / "errors.c")
+    (home := tmp_path / "home").mkdir()
+    text = launch.mpirun(1, [program, "start"], env={"PYTHONHOME": str(home)}).stdout
+    assert f"PYTHONHOME is {home}: unset it" in text
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_signals_are_the_programs(tmp_path, own):
+    """No handler is changed; a handler of the program ends a call, but none that comes later; Ctrl-C ends the program."""
+    program = compiled(tmp_path, SOURCES / "signals.c", options=["-std=c99"])
+    outcome = launch.mpirun(2, [program, *(["own"] if own else [])], check=False)
+    statuses = results(outcome.stdout)
+    for rank in (0, 1):
+        assert statuses[f"changed {rank}"] == statuses[f"outside {rank}"] == (0, "")
+    assert statuses["inside 1"] == (11, "the call was interrupted")
+    assert outcome.returncode and "survived" not in outcome.stdout
+    if own:  # rank 0 knows only that another rank failed, and waits for that one to say why
+        assert re.findall("^mpiattn: .*", outcome.stderr, re.MULTILINE) == ["mpiattn: rank 1: the call was interrupted"]
+    else:
+        assert statuses["inside 0"][0] == 4 and statuses["afterwards 0"] == statuses["afterwards 1"] == (0, "")
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(12, marks=pytest.mark.slow)])
+def test_an_error_of_all_ranks_is_printed_once(tmp_path, times):
+    """Whichever rank calls MPI_Abort first, the text is not lost."""
+    source = tmp_path / "wrong.c"
+    source.write_text(TRACERS.read_text().replace("neighborhood %dx%d cyclic=1", "neighborhood %dx%d cyclic=5"))
+    program = compiled(tmp_path, source, options=["-std=c99"])
+    for _ in range(times):
+        outcome = launch.mpirun(4, [program], check=False)
+        (line,) = re.findall("^mpiattn: .*", outcome.stderr, re.MULTILINE)
+        assert outcome.returncode and line.startswith("mpiattn: rank 0: mask is 'neighborhood 7x9 cyclic=5'")
+
+
+def test_a_program_that_ends_its_python(tmp_path):
+    """Nothing of the Python that is no longer there is used, also where another one has been started."""
+    variable = sysconfig.get_config_var
+    python = [f"-I{sysconfig.get_path('include')}", "-Wno-pedantic", f"-L{variable('LIBDIR')}"]
+    python += [f"-Wl,-rpath,{variable('LIBDIR')}", f"-lpython{variable('LDVERSION')}"]
+    program = compiled(tmp_path, SOURCES / "ends_python.c", options=["-Wl,--no-as-needed", *python])
+    path = os.pathsep.join([str(launch.ROOT), sysconfig.get_path("purelib")])
+    statuses = results(launch.mpirun(1, [program], env={"PYTHONPATH": path}).stdout)
+    assert statuses.pop("before") == (0, "")
+    assert list(statuses) == ["after", "free", "again"]
+    for status, text in statuses.values():
+        assert status == 9 and "the host program has ended Python (Py_Finalize)" in text
+
+
+def test_small_stacks(tmp_path):
+    """A thread's stack that is too small for Python is an error, not a crash; what the page asks for is enough."""
+    program = compiled(tmp_path, SOURCES / "stack.c", options=["-pthread"])
+    for size in (32, 64):
+        statuses = results(launch.mpirun(1, [program, size]).stdout)
+        assert list(statuses) == ["plan"]
+        assert statuses["plan"][0] == 9 and "KiB of its stack left; calls of mpiattn need 96 KiB" in statuses["plan"][1]
+    assert "stack of 128 KiB" in (launch.DOCS / "callers.md").read_text()
+    statuses = results(launch.mpirun(1, [program, 128]).stdout)
+    assert statuses["plan"] == statuses["forward"] == (0, "") and statuses["shape"][0] == 1
+
+
+def test_the_folders_that_compilers_get_have_nothing_else():
+    """Beside a wheel of MPICH, -I and -L of the whole environment would bring its mpi.h and libmpi.so along."""
+    at = embedded.installed()
+    for path in (*at.include.iterdir(), *at.lib.iterdir()):
+        assert path.name.removeprefix("lib").startswith("mpiattn")
 
 
 # Another MPI than the host's, which mpi4py would have: it reports another version.

@@ -17,7 +17,7 @@
 ! the sensitivity of a loss to the tracers at every point.  The last such step is written to FOLDER, a file a rank.
 
 module ocean_model
-  use, intrinsic :: iso_fortran_env, only: error_unit, int64, real32, real64
+  use, intrinsic :: iso_fortran_env, only: int64, real32, real64
   use mpi_f08
   use mpiattn
   implicit none
@@ -118,16 +118,15 @@ contains
 
   ! Points attend to each other, and what they get is added to the tracers.  loss: half the mean square of this change,
   ! of the whole grid.  sensitivity: the norm of the loss's gradient with respect to the tracers.
-  subroutine attend(b, plan, file, loss, sensitivity, status)
+  subroutine attend(b, plan, file, loss, sensitivity)
     type(block), intent(inout) :: b
     type(mpiattn_plan), intent(in) :: plan
     character(*), intent(in) :: file
     real(real64), intent(out) :: loss, sensitivity
-    integer, intent(out) :: status
     real(real32), allocatable, dimension(:, :, :, :) :: q, k, v, out, dout, dq, dk, dv
     real(real32), allocatable :: lse(:, :, :)
     real(real32) :: w(DIM * HEADS, TRACERS, 4), here(TRACERS), change(TRACERS)
-    integer :: x, y, i, unit
+    integer :: x, y, i, unit, status
     allocate (q(DIM, HEADS, b%nx * b%ny, 1), lse(b%nx * b%ny, HEADS, 1))
     allocate (k, v, out, dout, dq, dk, dv, mold=q)
     w = reshape([(weights(i), i=1, 4)], shape(w))
@@ -143,7 +142,7 @@ contains
     loss = 0
     sensitivity = 0
     call mpiattn_forward(plan, q, k, v, out, lse, status=status)
-    if (status /= MPIATTN_OK) return
+    call check(status, b)
     do y = 1, b%ny
       do x = 1, b%nx
         i = x + b%nx * (y - 1)
@@ -154,7 +153,7 @@ contains
       end do
     end do
     call mpiattn_backward(plan, dout, q, k, v, out, lse, dq, dk, dv, status=status)
-    if (status /= MPIATTN_OK) return
+    call check(status, b)
     do i = 1, b%nx * b%ny
       here = matmul(reshape(dq(:, :, i, 1), [DIM * HEADS]), w(:, :, 1)) + &
         matmul(reshape(dk(:, :, i, 1), [DIM * HEADS]), w(:, :, 2)) + &
@@ -170,42 +169,50 @@ contains
     close (unit)
   end subroutine
 
+  ! All ranks come here with the same error, or one with its own: rank 0 prints before the others.
+  subroutine check(status, b)
+    integer, intent(in) :: status
+    type(block), intent(in) :: b
+    if (status == MPIATTN_OK) return
+    call mpiattn_print_error(b%rank)
+    call MPI_Abort(MPI_COMM_WORLD, 1)
+    stop 1  ! MPI_Abort of MPICH 5 may return before the launcher ends the process
+  end subroutine
+
   ! The model on its ranks.  logger: the rank of MPI_COMM_WORLD that writes the log.
-  subroutine model(comm, logger, folder, status)
+  subroutine model(comm, logger, folder)
     type(MPI_Comm), intent(in) :: comm
     integer, intent(in) :: logger
     character(*), intent(in) :: folder
-    integer, intent(out) :: status
     type(block) :: b
     type(mpiattn_plan) :: plan
     character(1000) :: text
     character(:), allocatable :: tile
-    integer :: n, freed
+    integer :: n, status
     integer(int64) :: tokens
     real(real64) :: loss, sensitivity
     call make_block(comm, b)
     write (text, '(4(a, i0), a)') 'grid=', GRID_Y, 'x', GRID_X, ', heads=', HEADS, ', head_dim=', DIM, &
       ', mask=neighborhood 5x7 cyclic=1, direction=both, timeout=60'
     call mpiattn_plan_create(b%cart%MPI_VAL, text, plan, status)
-    if (status == MPIATTN_OK) then
-      call mpiattn_plan_integer(plan, 'tokens', tokens, status)
-      if (tokens /= b%nx * b%ny) error stop 'mpiattn divides the grid in another way'
-      call mpiattn_plan_text(plan, 'tile', tile, status)
-      if (b%rank == 0) print '(a, i0, a, i0, 4a)', 'blocks ', b%dims(1), 'x', b%dims(2), ', tile ', tile, &
-        ', mpiattn ', mpiattn_version()
-    end if
+    call check(status, b)
+    call mpiattn_plan_integer(plan, 'tokens', tokens, status)
+    call check(status, b)
+    if (tokens /= b%nx * b%ny) error stop 'mpiattn divides the grid in another way'
+    call mpiattn_plan_text(plan, 'tile', tile, status)
+    call check(status, b)
+    if (b%rank == 0) print '(a, i0, a, i0, 4a)', 'blocks ', b%dims(1), 'x', b%dims(2), ', tile ', tile, &
+      ', mpiattn ', mpiattn_version()
     do n = 1, STEPS
-      if (status /= MPIATTN_OK) exit
       call step(b)
       if (mod(n, EVERY) /= 0) cycle
       text = ''
       if (n == STEPS) write (text, '(2a, i0)') folder, '/ocean.', b%rank
-      call attend(b, plan, trim(text), loss, sensitivity, status)
-      if (status == MPIATTN_OK .and. b%rank == 0) call report(logger, [real(n, real64), loss, sensitivity])
+      call attend(b, plan, trim(text), loss, sensitivity)
+      if (b%rank == 0) call report(logger, [real(n, real64), loss, sensitivity])
     end do
-    ! The status is the same on all ranks, but that of a handle or of MPI is this rank's.
-    if (status /= MPIATTN_OK) write (error_unit, '(a, i0, 2a)') 'rank ', b%rank, ': ', mpiattn_last_error()
-    call mpiattn_plan_free(plan, freed)  ! also after an error
+    call mpiattn_plan_free(plan, status)
+    call check(status, b)
     if (b%rank == 0) call report(logger, [0.0_real64, 0.0_real64, 0.0_real64])
     call MPI_Comm_free(b%cart)
   end subroutine
@@ -228,7 +235,7 @@ program ocean
   use ocean_model
   implicit none
   type(MPI_Comm) :: comm
-  integer :: rank, ranks, status
+  integer :: rank, ranks
   real(real64) :: numbers(3)
   character(500) :: folder
   call get_command_argument(1, folder)
@@ -236,9 +243,8 @@ program ocean
   call MPI_Comm_rank(MPI_COMM_WORLD, rank)
   call MPI_Comm_size(MPI_COMM_WORLD, ranks)
   call MPI_Comm_split(MPI_COMM_WORLD, merge(1, 0, ranks > 1 .and. rank == ranks - 1), rank, comm)
-  status = MPIATTN_OK
   if (ranks == 1 .or. rank < ranks - 1) then
-    call model(comm, ranks - 1, trim(folder), status)
+    call model(comm, ranks - 1, trim(folder))
   else
     do
       call MPI_Recv(numbers, 3, MPI_DOUBLE_PRECISION, 0, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE)
@@ -248,5 +254,4 @@ program ocean
   end if
   call MPI_Comm_free(comm)
   call MPI_Finalize()
-  if (status /= MPIATTN_OK) stop 1
 end program

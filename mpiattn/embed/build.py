@@ -27,11 +27,13 @@ class Installed:
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self.prefix = Path(prefix).absolute()
-        self.include, self.lib = self.prefix / "include", self.prefix / "lib"
+        # Folders that have nothing else: beside a wheel of an MPI, -I and -L of the whole environment would bring its
+        # mpi.h and libmpi into programs that another mpicc compiles.
+        self.include, self.lib = self.prefix / "include" / "mpiattn", self.prefix / "lib" / "mpiattn"
         self.library = self.lib / "libmpiattn.so"
         self.fortran_library = self.lib / "libmpiattn_fortran.a"
         self.fortran_source = self.include / "mpiattn.f90"
-        self.pkgconfig, self.cmake = self.lib / "pkgconfig", self.lib / "cmake" / "mpiattn"
+        self.pkgconfig, self.cmake = self.prefix / "lib" / "pkgconfig", self.prefix / "lib" / "cmake" / "mpiattn"
 
     def compiler_flags(self) -> list[str]:
         """Options of a C, C++ or Fortran compiler that find the header and the module."""

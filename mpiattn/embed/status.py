@@ -10,7 +10,7 @@ from traceback import extract_tb
 from ..errors import ArgumentError, CallError, FileError, MemoryShortage, MpiattnError, PeerFailure, VerificationError
 from .errors import HandleError, HostError
 
-ARGUMENT, HANDLE, CALL, PEER, OF_MPI, FILE, VERIFY, MEMORY, PYTHON, OTHER = range(1, 11)  # as in mpiattn.h
+ARGUMENT, HANDLE, CALL, PEER, OF_MPI, FILE, VERIFY, MEMORY, PYTHON, OTHER, INTERRUPT = range(1, 12)  # as in mpiattn.h
 # The first that an exception is one of counts.
 OF_ERRORS = {
     MemoryShortage: MEMORY,
@@ -23,6 +23,7 @@ OF_ERRORS = {
     VerificationError: VERIFY,
     MpiattnError: CALL,  # another call on the communicator is running, or one before did not end
     MemoryError: MEMORY,
+    KeyboardInterrupt: INTERRUPT,
 }
 
 
@@ -43,6 +44,8 @@ def _described(error: BaseException) -> tuple[int, str]:
         return OF_MPI if status == ARGUMENT and _ended() else status, str(error)
     if status == MEMORY:
         return status, f"not enough memory: {error}".removesuffix(": ")
+    if status == INTERRUPT:
+        return status, "the call was interrupted"
     if _of_mpi(error):
         from ..comm.mpi_errors import in_words
 

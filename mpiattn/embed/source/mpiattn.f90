@@ -29,9 +29,11 @@ module mpiattn_base
   public :: mpiattn_plan, mpiattn_cache, mpiattn_options, mpiattn_array, mpiattn_output
   public :: MPIATTN_OK, MPIATTN_ERR_ARGUMENT, MPIATTN_ERR_HANDLE, MPIATTN_ERR_CALL, MPIATTN_ERR_PEER, MPIATTN_ERR_MPI
   public :: MPIATTN_ERR_FILE, MPIATTN_ERR_VERIFY, MPIATTN_ERR_MEMORY, MPIATTN_ERR_PYTHON, MPIATTN_ERR_OTHER
+  public :: MPIATTN_ERR_INTERRUPT
   public :: MPIATTN_FLOAT16, MPIATTN_BFLOAT16, MPIATTN_FLOAT32, MPIATTN_FLOAT64, MPIATTN_INT32, MPIATTN_INT64
   public :: MPIATTN_MAX_AXES
-  public :: mpiattn_last_error, mpiattn_failed_ranks, mpiattn_start, mpiattn_version, mpiattn_set_output, mpiattn_text_at
+  public :: mpiattn_last_error, mpiattn_failed_ranks, mpiattn_print_error, mpiattn_interrupt
+  public :: mpiattn_start, mpiattn_version, mpiattn_set_output, mpiattn_text_at
   public :: mpiattn_options_create, mpiattn_options_free, mpiattn_set, mpiattn_unset
   public :: mpiattn_array_of, mpiattn_permuted, mpiattn_measured
   public :: mpiattn_plan_create, mpiattn_plan_like, mpiattn_plan_free, mpiattn_plan_integer, mpiattn_plan_text

@@ -49,7 +49,8 @@ enum {
     MPIATTN_ERR_VERIFY = 7,   /* mpiattn_verify: a result is wrong */
     MPIATTN_ERR_MEMORY = 8,   /* there is not enough memory */
     MPIATTN_ERR_PYTHON = 9,   /* Python cannot start, or has no mpiattn */
-    MPIATTN_ERR_OTHER = 10    /* an error inside mpiattn or a library that it uses */
+    MPIATTN_ERR_OTHER = 10,   /* an error inside mpiattn or a library that it uses */
+    MPIATTN_ERR_INTERRUPT = 11 /* mpiattn_interrupt has ended the call */
 };
 
 /* Types of elements.  16-bit floating-point numbers are passed as their bits. */
@@ -120,6 +121,15 @@ MPIATTN_API const char* mpiattn_last_error(void);
  * of the plan or cache: those that have ended, do not answer, or had an error.  Returns how many, 0 if all answer or it
  * is not known; writes up to `most` of them.  Not collective. */
 MPIATTN_API int64_t mpiattn_failed_ranks(int64_t most, int64_t* ranks);
+
+/* Prints the last error of this thread on stderr, for a program that then ends all ranks with MPI_Abort.  rank: of this
+ * process among those that make the call.  All ranks may have the same error, or one rank its own: rank 0 prints at once,
+ * the others after a second, and after three where another rank failed.  Not collective. */
+MPIATTN_API void mpiattn_print_error(int rank);
+
+/* Ends the call that this process is in, if there is one, with MPIATTN_ERR_INTERRUPT; the other ranks get
+ * MPIATTN_ERR_PEER.  A handler of signals may call it.  It ends calls of the thread that made the first call. */
+MPIATTN_API void mpiattn_interrupt(void);
 
 /* Starts Python and loads mpiattn, which the first other call does else; not collective.  The interpreter is that of
  * the environment variable MPIATTN_PYTHON (the path of a `python`, such as that of a virtual environment), else the one
