@@ -28,6 +28,11 @@ def evenly(tokens):
     return (int(tokens[0]), int(steps[0])) if (steps == steps[0]).all() else None
 
 
+def rows_in_one_piece(array):
+    """Whether the numbers along the last axis of an array lie one after another in memory."""
+    return array.shape[-1] < 2 or array.strides[-1] == array.itemsize
+
+
 class Side:
     """The queries or the keys of a launch: tokens of one chunk.
 
@@ -112,6 +117,8 @@ class TileBias(Part):
     def __init__(self, backend, name, array, gradient, layouts, chunks):
         super().__init__(backend, name, gradient is not None)
         self.array, self.gradient = array, gradient
+        # Launches read and write a row in one piece.  The bias lies so; a caller's memory for its gradient may not.
+        self._rows_in_pieces = gradient is not None and not rows_in_one_piece(gradient)
         self._starts = [
             dict(zip(numbers, accumulate(map(layout.length, numbers), initial=0)))
             for layout, numbers in zip(layouts, chunks)
@@ -126,7 +133,7 @@ class TileBias(Part):
 
     def is_view(self, block):
         """As of `Part`."""
-        return len(self._pieces(block)) == 1
+        return not self._rows_in_pieces and len(self._pieces(block)) == 1
 
     def view(self, block, arrays):
         """As of `Part`."""
