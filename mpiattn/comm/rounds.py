@@ -53,23 +53,23 @@ class Rounds:
 
     def send(self, rank, array):
         """Send an array, which stays as it is until the end."""
-        if array.dtype != native(array.dtype) or not in_place(array, self._exchange.max_message):
+        if not self._as_it_lies(array):
             array = packed(array)
         self._posting = array
         self._posted += self._exchange.send(self._comm, in_memory(array), rank, TAG)
 
     def receive(self, rank, array, at=...):
-        """Receive what `rank` sends into an array, in this machine's byte order; at: indices of a part of it."""
-        part = array[at]  # a copy, where indices are an array: the buffer of what comes
-        if not np.may_share_memory(part, array):
+        """Receive what `rank` sends into an array; at: indices of a part of it."""
+        part = array[at]  # a copy where indices are an array, in any order of memory
+        if not np.may_share_memory(part, array) or not self._as_it_lies(part):
+            part = np.empty(part.shape, native(part.dtype))
             self._unpack.append((array, at, part))
-        elif not in_place(part, self._exchange.max_message):
-            buffer = np.empty(part.shape, part.dtype)
-            self._unpack.append((part, ..., buffer))
-            part = buffer
-        array = part
-        self._posting = array
-        self._posted += self._exchange.receive(self._comm, in_memory(array), rank, TAG)
+        self._posting = part
+        self._posted += self._exchange.receive(self._comm, in_memory(part), rank, TAG)
+
+    def _as_it_lies(self, array):
+        """Whether MPI sends or receives an array where it lies."""
+        return array.dtype == native(array.dtype) and in_place(array, self._exchange.max_message)
 
     def allgather(self, array, arena, lengths, starts, row_bytes, unpack=()):
         """Give every rank the arrays of all: lengths[r] rows of rank r, from row starts[r] of the contiguous `arena`.

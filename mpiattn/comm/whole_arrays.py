@@ -62,13 +62,18 @@ class _Boxes:
             yield [(rank, *box) for rank, box in zip(ranks, boxes) if box]
 
 
-def _check_tokens(name, array, axis, length):
+def check_numbers(name, array):
+    """Raise ArgumentError unless an argument is an array in host memory of elements whose bytes say all."""
     if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
         raise ArgumentError(
             f"{name} is a {type(array).__name__}; it must be a NumPy array or a torch tensor on the CPU{what_is(array)}"
         )
     if array.dtype.hasobject or issubclass(array.dtype.type, np.void):
         raise ArgumentError(f"{name} has dtype {array.dtype}; it must be of numbers")
+
+
+def _check_tokens(name, array, axis, length):
+    check_numbers(name, array)
     if not -array.ndim <= axis < array.ndim:
         raise ArgumentError(
             f"axis is {axis}; {name} has shape {array.shape}, so it may be from {-array.ndim} to {array.ndim - 1}"

@@ -1,7 +1,6 @@
 """Whole biases to and from the tiles of a mesh: `scatter` and `gather`.  Both ends know what a message holds."""
 
 import math
-from functools import partial
 
 import numpy as np
 
@@ -48,32 +47,25 @@ def scatter(peers, tiles, whole, tile, shape, root, max_message):
                 elif rank == peers.rank:
                     tile[in_tile] = whole[in_whole]
                 else:
-                    messages.send(rank, np.ascontiguousarray(whole[in_whole]))
+                    messages.send(rank, whole[in_whole])
             messages.turn()
         messages.end()
-
-
-def _place(whole, received):
-    for at, part in received:
-        whole[at] = part
 
 
 def gather(peers, tiles, tile, shape, root, max_message, sending):
     """The whole array on `root`, and None on the others.  sending(rank): whether a rank's tile is needed."""
     gets = peers.rank == root
-    whole = np.empty(shape, tile.dtype) if gets else None
+    whole = np.empty(shape, rounds.native(tile.dtype)) if gets else None
     some = [rank for rank in (range(peers.size) if gets else [peers.rank]) if sending(rank)]
     with rounds.Rounds(peers, max_message) as messages:
         for of_round in _rounds(tiles, shape, tile.itemsize, peers.size, some):
-            received = []
             for rank, in_tile, in_whole in of_round:
                 if not gets:
-                    messages.send(root, np.ascontiguousarray(tile[in_tile]))
+                    messages.send(root, tile[in_tile])
                 elif rank == peers.rank:
                     whole[in_whole] = tile[in_tile]
                 else:
-                    received.append((in_whole, np.empty(whole[in_whole].shape, tile.dtype)))
-                    messages.receive(rank, received[-1][1])
-            messages.turn(partial(_place, whole, received))
+                    messages.receive(rank, whole, in_whole)
+            messages.turn()
         messages.end()
     return whole

@@ -11,7 +11,7 @@ from ..comm import whole_tiles
 from ..comm.agreement import AsGiven, agreement
 from ..comm.refusal import of_call, refusing
 from ..comm.rounds import native
-from ..comm.whole_arrays import check_root
+from ..comm.whole_arrays import check_numbers, check_root
 from ..errors import ArgumentError
 from ..problem.tensors import as_array, as_given, as_tensor, detached, is_tensor
 from .distribution import Distributed
@@ -68,8 +68,8 @@ class Tiled(Distributed):
         -------
         tile : array, (sequences or 1, heads or 1, rows, columns)
             `bias[plan.bias_sequences, plan.bias_heads][:, :, rows[:, None], columns]` with rows, columns =
-            `plan.bias_positions`; an axis of length 1 stays so.  In `bias`'s dtype: a torch tensor if the root's array
-            is one, else the back end's.
+            `plan.bias_positions`; an axis of length 1 stays so.  In `bias`'s dtype and native byte order: a torch
+            tensor if the root's array is one, else the back end's.
 
         Raises
         ------
@@ -114,7 +114,8 @@ class Tiled(Distributed):
         Returns
         -------
         bias : array, (batch or 1, heads or 1, seqlen, seqlen_k), or None
-            In host memory: a torch tensor if the tile is one, else a NumPy array.  None off `root`.
+            In host memory, in native byte order: a torch tensor if the tile is one, else a NumPy array.  None off
+            `root`.
 
         Raises
         ------
@@ -133,7 +134,7 @@ class Tiled(Distributed):
                 array = as_array("tile", on_host(detached(tile)))
                 _check_tile(array, self._share.shape)
                 shape = whole_shape(self._share, array.shape, bias_shared, (p.seqlen, p.seqlen_k))
-                same |= {"root": root, "shape and dtype of the whole": (shape, str(array.dtype))}
+                same |= {"root": root, "shape and dtype of the whole": (shape, str(native(array.dtype)))}
             tiles = self._tiles_of(shape)
 
             def sending(rank: int) -> bool:
@@ -156,27 +157,25 @@ class Tiled(Distributed):
 
 def _check_whole(whole: Any, p: Problem) -> None:
     wanted = p.batch, p.heads, p.seqlen, p.seqlen_k
+    check_numbers("bias", whole)
     if not _fits(whole, wanted):
         raise ArgumentError(
-            f"bias {_what(whole)}; it must be an array (batch, heads, seqlen, seqlen_k) = {wanted}, whose first two "
-            "lengths may be 1 instead"
-        )
-
-
-def _check_tile(tile: Any, wanted: tuple[int, ...]) -> None:
-    if not _fits(tile, wanted):
-        raise ArgumentError(
-            f"tile {_what(tile)}; on this rank it must be an array (batch, heads, rows, columns) = {wanted}, whose "
+            f"bias has shape {whole.shape}; it must be an array (batch, heads, seqlen, seqlen_k) = {wanted}, whose "
             "first two lengths may be 1 instead"
         )
 
 
-def _fits(array: Any, wanted: tuple[int, ...]) -> bool:
+def _check_tile(tile: Any, wanted: tuple[int, ...]) -> None:
+    check_numbers("tile", tile)
+    if not _fits(tile, wanted):
+        raise ArgumentError(
+            f"tile has shape {tile.shape}; on this rank it must be an array (batch, heads, rows, columns) = {wanted}, "
+            "whose first two lengths may be 1 instead"
+        )
+
+
+def _fits(array: NDArray[Any], wanted: tuple[int, ...]) -> bool:
     """Whether an array has a shape, but for lengths of 1 of its first two axes."""
-    if not isinstance(array, np.ndarray) or array.ndim != 4:
+    if array.ndim != 4:
         return False
     return array.shape[2:] == wanted[2:] and all(n in (1, m) for n, m in zip(array.shape, wanted))
-
-
-def _what(argument: Any) -> str:
-    return f"has shape {argument.shape}" if isinstance(argument, np.ndarray) else f"is a {type(argument).__name__}"
