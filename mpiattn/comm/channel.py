@@ -7,11 +7,12 @@ whenever they wait for others.
 
 import contextlib
 import pickle
+import threading
 import time
 
 from mpi4py import MPI
 
-from . import arrivals
+from . import arrivals, running
 from .ended import ended, tells
 
 TAG = 32000  # of these messages only; MPI guarantees tags up to 32767
@@ -21,23 +22,6 @@ NAMED = 500  # failed ranks of a message: it stays shorter than 4 KB, which ever
 LONGEST = 1000  # characters of a message: short ones are sent eagerly, and arrive without the sender's help
 
 _channels: list["Channel"] = []  # the open channels: a rank that waits on one of them answers on all
-_calls: list[str] = []  # the collective calls that this process is in, innermost last
-
-
-def begin(call):
-    """From now on, answer ranks that ask what this process is doing with `call`."""
-    _calls.append(call)
-
-
-def end(call):
-    """This process is not in `call` any more."""
-    with contextlib.suppress(ValueError):  # an interrupt may have come before `begin` noted it
-        _calls.remove(call)
-
-
-def _call():
-    """The innermost collective call that this process is in, "" if it is in none."""
-    return _calls[-1] if _calls else ""
 
 
 def listen():
@@ -62,13 +46,18 @@ class Channel:
         self.comm, self.hosts, self.mark, self.failure, self.tag = comm, hosts, mark, None, tag
         self.failed, self.failed_in = (), ""
         self.broken, self._answers, self._sending, self._alarmed = False, {}, [], False
-        if comm.size > 1:
+        # Every thread that waits reads all channels, while another may close this one and free its communicator.
+        # A signal's handler may come in between and close it too, in the same thread.
+        self._turn, self._open = threading.RLock(), comm.size > 1
+        if self._open:
             _channels.append(self)
 
     def close(self):
         """Stop listening; call it before the communicator is freed."""
-        if self in _channels:
-            _channels.remove(self)
+        with self._turn:
+            if self._open:
+                self._open = False
+                _channels.remove(self)
 
     def name(self, rank):
         """A rank in words."""
@@ -82,8 +71,8 @@ class Channel:
         return [rank for rank in range(self.comm.size) if rank != self.comm.rank]
 
     def _send(self, ranks, kind, text=None, failed=()):
-        data = pickle.dumps((self.mark, kind, text and text[:LONGEST], failed[:NAMED], _call()))
-        with contextlib.suppress(MPI.Exception):  # the rank or the link may be gone
+        data = pickle.dumps((self.mark, kind, text and text[:LONGEST], failed[:NAMED], running.call_on(self)))
+        with self._turn, contextlib.suppress(MPI.Exception):  # the rank or the link may be gone
             self._sending = [request for request in self._sending if not request.Test()]
             self._sending += [self.comm.Isend([data, MPI.BYTE], rank, self.tag) for rank in ranks]
 
@@ -97,14 +86,21 @@ class Channel:
             self._send(self._others(), "failure", failure, failed)
 
     def poll(self):
-        """Read and answer the messages that have come."""
+        """Read and answer the messages that have come, unless another thread does so now."""
+        if not self._turn.acquire(blocking=False):
+            return
         try:
-            self._read()
+            if self.comm == MPI.COMM_NULL:  # after a failure the channel stays open, and the caller may free his own
+                self.close()
+            elif self._open:
+                self._read()
         except MPI.Exception:  # a rank has ended: from now on ranks learn of failures by `ended`
             if not tells():
                 raise
             self.broken = True
             self.close()
+        finally:
+            self._turn.release()
 
     def _read(self):
         while (message := arrivals.take(self.comm, self.tag)) is not None:

@@ -21,13 +21,15 @@ gets a new home.
 import os
 import socket
 import threading
+from contextlib import contextmanager, suppress
+from functools import cache
 
 from mpi4py import MPI
 
 from ..errors import MpiattnError, PeerFailure
 from ..system.logs import ERROR, note
 from . import channel as channels
-from . import endings
+from . import endings, running
 from .agreement import agreement, is_everywhere, which_ranks
 from .blocking import blocking
 from .caller_comm import check_comm
@@ -45,8 +47,9 @@ FROM_LAST = 7  # less than the largest tag
 REMEMBERED = 64  # groups of ranks
 UNUSED = 2  # meshes of a home that are kept without users; an MPI has some 2000 communicators
 _NODES: dict[tuple[int, ...], list[int]] = {}  # the node of every rank, by ranks of MPI_COMM_WORLD
-_KEY = None  # key of the MPI attribute in which a caller's communicator keeps its Home
 _DROPPED: list["Home"] = []  # homes whose plans were dropped without close(), and whose owner has been freed
+_ENTERING: set[int] = set()  # handles of communicators whose home a thread finds or makes
+_ENTRANCE = threading.RLock()  # of a table; a signal's handler may come in the same thread
 
 
 class Mesh:
@@ -109,6 +112,28 @@ def _forget_owner(comm, key, home):
     home.reap()
 
 
+@cache
+def _key():
+    """The key of the MPI attribute in which a caller's communicator keeps its Home."""
+    return MPI.Comm.Create_keyval(delete_fn=_forget_owner)
+
+
+@contextmanager
+def _entering(comm):
+    """Run the body in one thread at a time for a communicator.  Raises MpiattnError in a second one."""
+    running.check_thread(LATER)
+    handle = comm.py2f()
+    with _ENTRANCE:
+        if handle in _ENTERING:
+            raise MpiattnError(f"{LATER} is refused: another thread makes one on this communicator")
+        _ENTERING.add(handle)
+        _key()  # made by the first thread that comes, then only looked up
+    try:
+        yield
+    finally:
+        _ENTERING.discard(handle)
+
+
 def nodes_of(peers):
     """The node number of every rank; nodes are numbered from 0 in order of their lowest ranks; collective."""
     ranks = tuple(translate_ranks(peers.comm, range(peers.size), MPI.COMM_WORLD))
@@ -167,17 +192,19 @@ class Home:
         self.meshes, self.plans, self.known = {}, {}, Known()  # before what may fail: `abandon` takes them
         first = Channel(comm, tag=MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) - FROM_LAST)
         callers = Peers(comm, timeout, channel=first)
-        if tells():  # Open MPI 5.0 does not survive a nonblocking duplication that fails
-            callers.wait([comm.Ibarrier()], lambda: BEGIN)
-            self.comm = blocking(callers, comm.Dup)
-        else:
-            self.comm, request = comm.Idup()
-            callers.wait([request], lambda: BEGIN)
-        peers = Peers(self.comm, timeout, channel=first)
-        self.hosts, marks = zip(*peers.allgather((socket.gethostname(), os.urandom(8))))
-        self.channel = Channel(self.comm, self.hosts, marks[0])
-        first.close()  # if a rank has failed it stays open, and answers others
-        self.nodes = nodes_of(self.peers(timeout))
+        with running.during(FIRST, first):
+            if tells():  # Open MPI 5.0 does not survive a nonblocking duplication that fails
+                callers.wait([comm.Ibarrier()], lambda: BEGIN)
+                self.comm = blocking(callers, comm.Dup)
+            else:
+                self.comm, request = comm.Idup()
+                callers.wait([request], lambda: BEGIN)
+            peers = Peers(self.comm, timeout, channel=first)
+            self.hosts, marks = zip(*peers.allgather((socket.gethostname(), os.urandom(8))))
+            self.channel = Channel(self.comm, self.hosts, marks[0])
+            first.close()  # if a rank has failed it stays open, and answers others
+        with running.during(FIRST, self.channel):
+            self.nodes = nodes_of(self.peers(timeout))
         self.users = self.dropped = self.members = 0
         self._turn, self._holder, self._running = threading.Lock(), None, ""
 
@@ -187,29 +214,28 @@ class Home:
 
         timeout: seconds to wait for the other ranks.
         """
-        global _KEY
         check_comm(comm)
-        if _KEY is None:
-            _KEY = MPI.Comm.Create_keyval(delete_fn=_forget_owner)
-        while _DROPPED:
-            _DROPPED.pop()._free()
-        home = comm.Get_attr(_KEY)
-        if home is not None and not home._shared(timeout):
-            home = None
-        if home is None:
-            channels.begin(FIRST)
-            try:
-                home = cls(comm, timeout)
-            except (PeerFailure, MPI.Exception) as error:  # MPI_Finalize would wait for the rank that does not come
-                endings.abort_if_uncaught()
-                if isinstance(error, PeerFailure) or not (ranks := ended_soon(comm)):
-                    raise
-                raise PeerFailure(f"{FIRST} cannot be made, as {which_ranks(ranks)} ended", ranks) from error
-            finally:
-                channels.end(FIRST)
-            comm.Set_attr(_KEY, home)
+        with _entering(comm):
+            with suppress(IndexError):  # another thread may take the last one
+                while _DROPPED:
+                    _DROPPED.pop()._free()
+            home = comm.Get_attr(_key())
+            if home is None or not home._shared(timeout):
+                home = cls._made(comm, timeout)
+                comm.Set_attr(_key(), home)
         home.users += 1
         return home
+
+    @classmethod
+    def _made(cls, comm, timeout):
+        """A new home; PeerFailure says what could not be made."""
+        try:
+            return cls(comm, timeout)
+        except (PeerFailure, MPI.Exception) as error:  # MPI_Finalize would wait for the rank that does not come
+            endings.abort_if_uncaught()
+            if isinstance(error, PeerFailure) or not (ranks := ended_soon(comm)):
+                raise
+            raise PeerFailure(f"{FIRST} cannot be made, as {which_ranks(ranks)} ended", ranks) from error
 
     def _shared(self, timeout):
         """Whether no rank has abandoned this home; ranks that do not know yet learn it here."""
@@ -262,12 +288,12 @@ class Home:
                 "thread)"
             )
         self._running = call
-        channels.begin(call)
+        running.begin(call, self.channel)
 
     def withdraw(self, call, holder):
         """A call has not begun: it was refused, or a signal's handler has raised an exception in `begin`."""
         if self._holder is holder:
-            channels.end(call)
+            running.end(call, self.channel)
             self._holder = None
 
     def end(self, call, error, buffers):
@@ -279,7 +305,7 @@ class Home:
             if error is not None and self.comm.size > 1 and not is_everywhere(error, self.comm):
                 self._fail(error, buffers())
         finally:
-            channels.end(call)
+            running.end(call, self.channel)
             self._holder = None
 
     def _fail(self, error, buffers):
@@ -300,8 +326,8 @@ class Home:
         ranks = ended(self.comm)
         who = f"{self.channel.names(ranks)} ended" if ranks else "a rank did not come"
         self.abandoned = why or self.channel.failure or who
-        if self.owner is not None and self.owner.Get_attr(_KEY) is self:  # not yet set if making the home failed
-            self.owner.Delete_attr(_KEY)
+        if self.owner is not None and self.owner.Get_attr(_key()) is self:  # not yet set if making the home failed
+            self.owner.Delete_attr(_key())
         note(ERROR, self.comm.rank, "no plan or cache on this communicator can be used any more: %s", self.abandoned)
         if ranks:
             revoke([self.comm, *(comm for mesh in self.meshes.values() for comm in mesh.shared())])
@@ -334,7 +360,7 @@ class Home:
         self.users -= 1
         if not self.users:
             if self.owner is not None:
-                self.owner.Delete_attr(_KEY)
+                self.owner.Delete_attr(_key())
             self._free()
         self.reap()
 
