@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import ArgumentError
 from ..problem.distances import GridTable, Slopes, Table
 from ..problem.tensors import as_array, detached
-from ..system.values import whole_number
+from ..system.values import AsGiven, Words, whole_number
 from .arrays import on_host
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 WORDS = 2**32  # that a random word may be
 # The arguments whose gradients a backward pass returns, in this order.
 WITH_GRADIENTS = ("bias", "key_bias", "alibi_slopes", "relative_bias")
+PARAMETERS = WITH_GRADIENTS[2:]  # the same on every rank
 
 
 class BiasArguments(NamedTuple):
@@ -117,19 +118,24 @@ class BiasArguments(NamedTuple):
         return grid, cyclic
 
     def compared(self) -> dict[str, Any]:
-        """What must be the same on every rank, by name, after `functions` and `threshold` have accepted it."""
-        values: dict[str, Any] = {
-            f"whether {name} is given": getattr(self, name) is not None for name in WITH_GRADIENTS[:2]
-        }
-        for name in WITH_GRADIENTS[2:]:
-            argument = getattr(self, name)
-            if argument is not None:
-                array = np.ascontiguousarray(on_host(as_array(name, detached(argument))))
-                values[name] = array.shape, hashlib.sha256(array.tobytes()).hexdigest()
-        for name in ("relative_grid", "relative_cyclic"):
-            argument = getattr(self, name)
-            values[name] = None if argument is None else tuple(argument)
-        return values | {"dropout": float(self.dropout), "seed": self.seed if self.dropout else None}
+        """What must be the same on every rank, by name, after `functions` and `threshold` have accepted it.
+
+        Without what is left out, since a rank that gives no bias at all compares nothing of them.
+        """
+        values: dict[str, Any] = {}
+        for name in self.given:
+            if name in PARAMETERS:
+                array = np.asarray(on_host(as_array(name, detached(getattr(self, name)))))
+                values[name] = AsGiven((array.shape, hashlib.sha256(array.tobytes()).hexdigest()), array)
+            else:  # each rank has another part of it
+                values[name] = AsGiven(True, Words("given"))
+        if self.relative_grid is not None:
+            values["relative_grid"] = tuple(self.relative_grid)
+        if any(self.relative_cyclic or ()):
+            values["relative_cyclic"] = tuple(self.relative_cyclic or ())
+        if self.dropout:
+            values |= {"dropout": float(self.dropout), "seed": self.seed}
+        return values
 
 
 def _parameters(name: str, argument: Any, problem: Problem, axes: int) -> np.ndarray[Any, Any]:

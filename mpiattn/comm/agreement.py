@@ -1,12 +1,13 @@
 """Ranks agree: an error of one rank is raised on all ranks alike, so that no rank is left waiting."""
 
 import hashlib
-from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+
+import numpy as np
 
 from .. import errors
 from ..errors import ArgumentError, CallError, MpiattnError
+from ..system.values import AsGiven
 
 
 def which_ranks(ranks):
@@ -62,17 +63,6 @@ class agreement:
             if self.hashes:
                 self.hashes.clear()  # ranks remember different arguments now
             _raise_everywhere(self.peers, self.call, error, self.only, self.same)
-
-
-@dataclass(frozen=True)
-class AsGiven:
-    """An argument that ranks compare by a value made of it, and name as the caller gave it."""
-
-    value: Any
-    given: Any = field(compare=False)
-
-    def __repr__(self):
-        return repr(self.value)
 
 
 def agree_on(peers, arguments):
@@ -181,8 +171,22 @@ def _in_words(value):
         value = value.given
     if isinstance(value, str) and value == "auto":
         return "left out (auto)"
+    if isinstance(value, np.ndarray):
+        return " ".join(repr(value).split())
     unlimited = isinstance(value, tuple) and len(value) == 2 and all(side is None for side in value)
     return "left out" if value is None or unlimited else repr(value)
+
+
+def difference(name, value, other, where, elsewhere):
+    """An argument that is not the same in two places, in words; of arrays the first element that differs."""
+    first, second = (each.given if isinstance(each, AsGiven) else each for each in (value, other))
+    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray) and first.shape == second.shape:
+        differ = np.argwhere(first != second)
+        if len(differ):
+            place = tuple(differ[0].tolist())
+            name = f"{name}[{', '.join(map(str, place))}]"
+            value, other = first[place].item(), second[place].item()
+    return f"{name} is {_brief(_in_words(value))} {where} but {_brief(_in_words(other))} {elsewhere}"
 
 
 def _different_arguments(arguments):
@@ -191,9 +195,7 @@ def _different_arguments(arguments):
         compared = [repr(_comparable(given[name])) if name in given else None for given in arguments]
         other = next((rank for rank, value in enumerate(compared) if value != compared[0]), None)
         if other is not None:
-            values = [_in_words(given.get(name)) for given in arguments]
-            return ArgumentError(
-                f"{name} is {_brief(values[0])} on rank 0 but {_brief(values[other])} on rank "
-                f"{other}; it must be the same on every rank"
-            )
+            values = arguments[0].get(name), arguments[other].get(name)
+            text = difference(name, *values, "on rank 0", f"on rank {other}")
+            return ArgumentError(f"{text}; it must be the same on every rank")
     return ArgumentError("an argument differs between ranks; it must be the same on every rank")

@@ -12,8 +12,9 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..problem.tensors import as_array, as_given, as_tensor, is_tensor, what_is
+from ..system.values import AsGiven
 from . import rounds
-from .agreement import AsGiven, agreement
+from .agreement import agreement
 from .exchange import MAX_MESSAGE
 
 RUN_BYTES = 64 * 2**10  # consecutive bytes of a chunk from which on they are worth a message of their own

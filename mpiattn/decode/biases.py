@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..arguments.biases import BiasArguments
-from ..comm.agreement import AsGiven
 from ..errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -167,6 +166,5 @@ def checked_functions(
     if "bias" not in backend.takes:
         raise ArgumentError(f"{given.given[0]} is given; the back end {backend.name} computes without biases")
     functions = given.functions(problem, slice(None))
-    compared = given.compared()
-    same |= {name: AsGiven(compared[name], getattr(given, name)) for name in given.given}
+    same |= given.compared()
     return functions

@@ -35,6 +35,12 @@ _AXES = {
 }
 
 
+# Names of what ranks compare: of documents, which have several ways to say them, and of what a backward pass alone has.
+DOCUMENTS = "documents (cu_seqlens, lengths, prefixes or causal_documents)"
+DLSE = "whether dlse is given"
+OF_BACKWARD = (DLSE, "bias_gradients", "bias_shared")
+
+
 def _is_plan(plan: object) -> bool:
     return isinstance(plan, Collective) and plan.KIND == "plan"
 
@@ -78,8 +84,4 @@ def compared(activity: Activity, sinks: Array | None, dlse: bool = False) -> dic
 
     dlse: whether dlse is given, if that must be the same.
     """
-    return {
-        "documents (cu_seqlens, lengths, prefixes or causal_documents)": activity.as_lists,
-        "sinks": None if sinks is None else sinks.tolist(),
-        "whether dlse is given": dlse,
-    }
+    return {DOCUMENTS: activity.as_lists, "sinks": None if sinks is None else sinks.tolist(), DLSE: dlse}

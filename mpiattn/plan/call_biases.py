@@ -169,7 +169,8 @@ class CallBiases:
 
     def compared(self) -> dict[str, Any]:
         """What must be the same on every rank."""
-        return self.given.compared() | {"bias_gradients": self._wanted, "bias_shared": self._shared}
+        of_gradients = {"bias_gradients": self._wanted, "bias_shared": self._shared}
+        return self.given.compared() | {name: value for name, value in of_gradients.items() if value}
 
     def arrays(self) -> dict[str, Array]:
         """The arrays that the pass takes beside q, k and v."""

@@ -14,6 +14,7 @@ from ..system.logs import INFO, LOGGER, note
 from .arguments import arguments_of
 from .foresight import check_memory, own_bytes
 from .rank_passes import RankPasses
+from .returned import Returned
 from .settle import resized
 from .traced import Traced
 from .verified import Verified
@@ -46,6 +47,7 @@ class Lifetime(Verified, Traced):
         self._exchange = Exchange(peers, options.max_message)
         self._passes = RankPasses(self._decision, self._mesh, self._backend, self._exchange)
         self._share = self._decision.share(self._mesh.rank)
+        self._returned = Returned(self.problem, self._decision.layouts, self._mesh.rank)
         self._arguments = arguments_of(self.problem, self._passes.tokens, self._backend)
 
     def _check_memory(self, home: Home, peers: Peers) -> None:

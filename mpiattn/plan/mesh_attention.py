@@ -295,6 +295,10 @@ class MeshAttention(Lifetime):
                     same |= biases.compared()
                 prepared = self._passes.prepare("forward", inputs, activity, results.arrays(q), biases)
             self._passes.run(prepared, sinks, progress)
+            if check:
+                self._returned.remember(prepared.results, activity, same)
+            else:
+                self._returned.skip()
         return results.returned(q)
 
     @refusing("backward", of_call("backward"))
@@ -337,6 +341,11 @@ class MeshAttention(Lifetime):
 
         Mesh rows exchange q, dout, lse and delta = rowsum(dout * out) - dlse, which its owner computes.  dq is reduced
         along rows, dk and dv along columns (Mesh-Attention, section 3, with delta in place of out).
+
+        Unless check is False, options that differ from those of the forward pass of this plan that returned these
+        numbers of lse are an error, and so is an out that was overwritten.  Of another lse some rows are checked: their
+        weights may not add up to more than 1, but to less, as with an lse of `merge`.  Arrays on a GPU are not looked
+        at.
 
         Parameters
         ----------
@@ -393,6 +402,8 @@ class MeshAttention(Lifetime):
                     same |= biases.compared()
                 elif dbias is not None:
                     raise ArgumentError("dbias is given without bias, whose gradient it would be")
+                if check:
+                    self._returned.check({**inputs, **rows}, activity, same)
                 arrays = results.arrays(q) + of_keys
                 prepared = self._passes.prepare("backward", {**inputs, **rows}, activity, arrays, biases)
             dsinks = self._passes.run(prepared, sinks, progress)

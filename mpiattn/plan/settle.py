@@ -9,12 +9,13 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from ..arguments.keywords import for_record
-from ..comm.agreement import AsGiven, agreement, from_rank_0
+from ..comm.agreement import agreement, from_rank_0
 from ..comm.transport import make_backend
 from ..model import search
 from ..model.space import SearchSpace, allowed_schedules
 from ..model.tuned import machine_for
 from ..problem.problem import Problem
+from ..system.values import AsGiven
 from .decision import Decision
 from .options import Options
 

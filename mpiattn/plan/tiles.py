@@ -8,12 +8,13 @@ import numpy as np
 
 from ..arguments.arrays import on_host
 from ..comm import whole_tiles
-from ..comm.agreement import AsGiven, agreement
+from ..comm.agreement import agreement
 from ..comm.refusal import of_call, refusing
 from ..comm.rounds import native
 from ..comm.whole_arrays import check_numbers, check_root
 from ..errors import ArgumentError
 from ..problem.tensors import as_array, as_given, as_tensor, detached, is_tensor
+from ..system.values import AsGiven
 from .distribution import Distributed
 from .share import whole_shape
 

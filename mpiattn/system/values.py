@@ -1,8 +1,9 @@
-"""Rules of single values: whole numbers, truth values, functions, paths."""
+"""Single values: rules of whole numbers, truth values, functions, paths; values that ranks compare."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
@@ -39,3 +40,20 @@ def path_text(name: str, value: Any) -> str:
     if not isinstance(value, str | os.PathLike):
         raise ArgumentError(f"{name} is {value!r}; it must be a str or a path")
     return os.fspath(value)
+
+
+@dataclass(frozen=True)
+class AsGiven:
+    """An argument that ranks compare by a value made of it, and name as the caller gave it."""
+
+    value: Any
+    given: Any = field(compare=False)
+
+    def __repr__(self):
+        return repr(self.value)
+
+
+class Words(str):
+    """What stands for a value that a caller gave, in an error as it is."""
+
+    __repr__ = str.__str__

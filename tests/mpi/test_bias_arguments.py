@@ -90,8 +90,14 @@ def test_arguments_that_differ(comm, plan):
         pytest.skip("takes several ranks")
     other = comm.rank == comm.size - 1
     refused(plan, "seed", dropout=0.5, seed=int(other))
-    refused(plan, "alibi_slopes", alibi_slopes=np.full(4, 1 + other, np.float32))
-    refused(plan, "whether bias is given", bias=None if other else tile(plan))
+    slopes = np.ones(4, np.float32)
+    slopes[2] += other
+    refused(plan, r"^alibi_slopes\[2\] is 1.0 on rank 0 but 2.0 on rank", alibi_slopes=slopes)
+    refused(plan, "bias is given on rank 0 but left out on rank", bias=None if other else tile(plan))
+    refused(
+        plan, "^alibi_slopes is .* on rank 0 but left out on", alibi_slopes=None if other else np.ones(4, np.float32)
+    )
+    refused(plan, "^dropout is left out on rank 0 but 0.5 on", **({"dropout": 0.5, "seed": 1} if other else {}))
     plan.forward(*arrays(plan), dropout=0.5, seed=1)
 
 
