@@ -56,11 +56,11 @@ class BiasArguments(NamedTuple):
             raise ArgumentError(f"dropout is {self.dropout!r}; it must be a number from 0, without 1: a probability")
         if not self.dropout:
             return 0
-        if self.seed is None or whole_number("seed", self.seed, 0) >= 2**64:
+        if self.seed is None:
             raise ArgumentError(
-                f"seed is {self.seed!r}; with dropout it must be a whole number from 0 to 2^64 - 1, "
-                "another one for every layer and step"
+                "seed is None; with dropout it must be a whole number, another one for every layer and step"
             )
+        whole_number("seed", self.seed, 0, most=2**64 - 1)
         return min(max(round(self.dropout * WORDS), 1), WORDS - 1)
 
     def functions(self, problem: Problem, own: slice) -> list[ByDistance]:

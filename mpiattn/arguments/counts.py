@@ -1,15 +1,10 @@
 """Checks of what callers pass to a cache.  All raise ArgumentError."""
 
-from numbers import Integral
 from typing import Any
 
 from ..errors import ArgumentError
 from ..problem.tensors import as_array
-
-
-def _is_count(value: object) -> bool:
-    """Whether a value is a whole number.  A truth value is none: a mask would be taken for 0 and 1."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+from ..system.values import UNLIMITED, is_whole
 
 
 def sequence_numbers(sequences: Any, count: int) -> list[int] | range:
@@ -18,11 +13,11 @@ def sequence_numbers(sequences: Any, count: int) -> list[int] | range:
         return range(count)
     sequences = as_array("sequences", sequences)
     try:
-        numbers = [int(sequence) for sequence in sequences if _is_count(sequence)]
+        numbers = [int(sequence) for sequence in sequences if is_whole(sequence, 0, count - 1)]
         wrong = len(numbers) != len(sequences)
     except TypeError:
         wrong = True
-    if wrong or len(set(numbers)) < len(numbers) or not all(0 <= n < count for n in numbers):
+    if wrong or len(set(numbers)) < len(numbers):
         raise ArgumentError(
             f"sequences is {sequences!r}; it must be different numbers from 0 to {count - 1}, in a list"
         )
@@ -31,7 +26,7 @@ def sequence_numbers(sequences: Any, count: int) -> list[int] | range:
 
 def sequence_number(sequence: Any, count: int) -> int:
     """A number below `count`."""
-    if not _is_count(sequence) or not 0 <= sequence < count:
+    if not is_whole(sequence, 0, count - 1):
         raise ArgumentError(f"sequence is {sequence!r}; it must be a number from 0 to {count - 1}")
     return int(sequence)
 
@@ -48,7 +43,7 @@ def token_counts(counts: Any, sequences: int, tokens: int) -> list[int]:
     if counts is None:
         return [tokens] * sequences
     counts = _listed("counts", counts)
-    if len(counts) != sequences or not all(_is_count(n) and 0 <= int(n) <= tokens for n in counts):
+    if len(counts) != sequences or not all(is_whole(n, 0, tokens) for n in counts):
         raise ArgumentError(
             f"counts is {counts!r}; it must be a number from 0 to {tokens} for each of {sequences} sequences"
         )
@@ -57,10 +52,8 @@ def token_counts(counts: Any, sequences: int, tokens: int) -> list[int]:
 
 def kept_lengths(lengths: Any, held: list[int]) -> list[int]:
     """Numbers of tokens to keep of sequences that hold `held` tokens, as a list; a single number is for all."""
-    lengths = [lengths] * len(held) if _is_count(lengths) else _listed("lengths", lengths)
-    if len(lengths) != len(held) or not all(
-        _is_count(length) and 0 <= int(length) <= most for length, most in zip(lengths, held)
-    ):
+    lengths = [lengths] * len(held) if is_whole(lengths, -UNLIMITED, UNLIMITED) else _listed("lengths", lengths)
+    if len(lengths) != len(held) or not all(is_whole(length, 0, most) for length, most in zip(lengths, held)):
         raise ArgumentError(
             f"lengths is {lengths!r}; it must be a number of tokens for each of the sequences, which have {held}"
         )

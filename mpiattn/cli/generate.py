@@ -19,9 +19,11 @@ from ..files.grids import spread
 from ..problem.problem import ITEMSIZE, Problem
 from ..system.atomic_file import HDF5, NewFile
 from ..system.launch_variables import launch_rank
+from ..system.values import whole_number
 from ..system.words import number, size
 
 PIECE_ELEMENTS = 2**22
+MOST_PROBLEMS = 2**24 - 1  # whose names fit in memory
 NAMES = "q", "k", "v", "dout"  # of tensors
 
 
@@ -75,10 +77,9 @@ def run(args):
             f"{args.seqlen_k or tokens}"
         )
     problem = Problem(**options.given(args, "seqlen-k", *options.SHAPE), seqlen=tokens)
-    if args.seed < 0:
-        raise ArgumentError(f"seed is {args.seed}; it must not be negative")
-    if args.problems is not None and args.problems < 1:
-        raise ArgumentError(f"problems is {args.problems}; it must be 1 or more")
+    whole_number("seed", args.seed, 0)  # an attribute of the file
+    if args.problems is not None:
+        whole_number("problems", args.problems, 1, most=MOST_PROBLEMS)
     groups = [""] if args.problems is None else list(map(str, range(args.problems)))
     p = problem
     shapes = {

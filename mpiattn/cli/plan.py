@@ -20,6 +20,7 @@ from ..plan.decision import Decision
 from ..plots import style
 from ..plots.page import page
 from ..problem.documents import expected_cuts
+from ..problem.grid import MOST_RANKS
 from ..problem.problem import Problem
 from ..schedule import travels
 from ..schedule.least_sent import least_sent
@@ -27,6 +28,7 @@ from ..schedule.regroup import method_of, split, split_of
 from ..schedule.tile import Tile, parse_tile
 from ..schedule.validate import validate
 from ..system.launch_variables import launch_rank
+from ..system.values import is_whole, whole_number
 from ..system.words import number
 from ..version import __version__
 from .documents import read_file
@@ -86,8 +88,8 @@ def run(args):
     """`mpiattn plan`."""
     if launch_rank():
         return 0  # under mpiexec, only rank 0 prints
-    if args.ranks < 1:
-        raise ArgumentError(f"ranks is {args.ranks}; it must be at least 1")
+    if not is_whole(args.ranks, 1, MOST_RANKS):
+        raise ArgumentError(f"ranks is {args.ranks}; it must be at least 1 and at most {MOST_RANKS}")
     if args.plot is not None:
         style.check("--plot", args.plot)
     problem = Problem(
@@ -181,8 +183,7 @@ def _machine(args):
     on = machine.load(args.machine or "default")
     if args.ranks_per_node is None:
         return on
-    if args.ranks_per_node < 1:
-        raise ArgumentError(f"ranks-per-node is {args.ranks_per_node}; it must be at least 1")
+    whole_number("ranks-per-node", args.ranks_per_node, 1)
     return replace(on, ranks_per_node=args.ranks_per_node)
 
 

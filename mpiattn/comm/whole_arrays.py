@@ -6,13 +6,12 @@ holds, so messages contain nothing but tokens.
 
 import math
 from itertools import zip_longest
-from numbers import Integral
 
 import numpy as np
 
 from ..errors import ArgumentError
 from ..problem.tensors import as_array, as_given, as_tensor, is_tensor, what_is
-from ..system.values import AsGiven
+from ..system.values import UNLIMITED, AsGiven, is_whole
 from . import rounds
 from .agreement import agreement
 from .exchange import MAX_MESSAGE
@@ -87,7 +86,7 @@ def _check_tokens(name, array, axis, length):
 
 def check_root(root, ranks):
     """Raise ArgumentError unless it is None or one of so many ranks.  A truth value is none."""
-    if root is not None and (isinstance(root, bool) or not isinstance(root, Integral) or not 0 <= root < ranks):
+    if root is not None and not is_whole(root, 0, ranks - 1):
         raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {ranks - 1}")
 
 
@@ -100,7 +99,7 @@ def _checked(call, layout, name, array, root, axis, length, alike):
     given, row = array, None
     with call.agreement() as same:
         check_root(root, call.peers.size)
-        if not isinstance(axis, Integral):
+        if not is_whole(axis, -UNLIMITED, UNLIMITED):
             raise ArgumentError(f"axis is {axis!r}; it must be a whole number")
         same |= {"root": AsGiven(root, "every rank" if root is None else root), "axis": axis, "tokens": layout.seqlen}
         if length is not None:

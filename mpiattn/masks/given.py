@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import ArgumentError
-from ..system.values import whole_number
+from ..system.values import as_int64, whole_number
 from .interval_mask import NEVER, PIECE, IntervalMask, without_empty
 from .pieces import all_cuts
 from .values import digest
+
+MOST = 2**31 - 1  # queries of a function, which is asked about all of them: 32 GiB of intervals
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +70,7 @@ def _checked(said: str, begin: Any, end: Any, queries: int | None = None, first:
                 f"{side}{said} has shape {array.shape} and dtype {array.dtype}; it must be whole numbers of shape "
                 f"(lists, {'queries' if queries is None else queries})"
             )
-        sides.append(array.astype(np.int64))
+        sides.append(as_int64(array))
     if sides[0].shape != sides[1].shape:
         raise ArgumentError(f"end{said} has shape {sides[1].shape}; it must have that of begin, {sides[0].shape}")
     some = sides[0] < sides[1]
@@ -152,7 +154,7 @@ def function(f: Callable[[IntArray], tuple[Any, Any]], seqlen: int) -> Given:
     >>> print(masks.function(keys, 1000))
     11 given intervals a query
     """
-    seqlen = whole_number("seqlen", seqlen, 0)
+    seqlen = whole_number("seqlen", seqlen, 0, most=MOST)
     if not callable(f):
         raise ArgumentError(f"f is {f!r}; it must be a function from positions to (begin, end)")
     pieces = []

@@ -14,7 +14,7 @@ from ..system.choices import one_of
 from .interval_mask import IntervalMask
 from .pieces import in_pieces, needed_cuts
 from .rows import of_cyclic_rows
-from .values import at_least, by_axis, fits, truths, whole_numbers
+from .values import by_axis, fits, from_one, truths, whole_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -114,8 +114,12 @@ class Neighborhood(IntervalMask):
     @cached_property
     def _axes(self) -> tuple[list[Axis], int]:
         """The axes that matter, and the keys of a coordinate of the last: the axes after it are seen whole."""
+        axes, unit = [], 1
         sides = zip(self.shape, self.kernel_size, self.dilation, self.causal, self.cyclic)
-        axes, unit = [Axis(*side, self.edge == "shifted") for side in sides], 1
+        for size, kernel, step, causal, cyclic in sides:
+            # twice the axis reaches over both its ends, and a step as long as the axis leaves it: more would overflow
+            reach, step = min(kernel, 2 * size + 1), min(step, size)
+            axes.append(Axis(size, reach, step, causal, cyclic, self.edge == "shifted"))
         axes = [Axis(axis.size, axis.size, 1, False, False, True) if axis.whole else axis for axis in axes]
         while len(axes) > 1 and axes[-1].whole:
             unit *= axes.pop().size
@@ -228,7 +232,7 @@ def neighborhood(
     if not 1 <= len(sides) <= AXES:
         raise ArgumentError(f"shape is {shape!r}; it must have 1 to {AXES} axes")
     kernels, steps = (
-        by_axis(name, value, len(sides), at_least(1))
+        by_axis(name, value, len(sides), from_one)
         for name, value in (("kernel_size", kernel_size), ("dilation", dilation))
     )
     causals, cyclics = truths("causal", causal, len(sides)), truths("cyclic", cyclic, len(sides))

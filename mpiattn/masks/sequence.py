@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import ArgumentError
-from ..system.values import whole_number
+from ..system.values import LARGEST, UNLIMITED, whole_number
 from .interval_mask import IntervalMask, without_empty
 from .pieces import needed_cuts
 from .values import digest, fits, whole_numbers
@@ -37,16 +37,15 @@ class Window(IntervalMask):
         return f"window {'' if self.left is None else self.left},{'' if self.right is None else self.right}"
 
     def intervals(self, queries: IntArray, seqlen: int, seqlen_k: int) -> Intervals:
-        diagonal = queries + (seqlen_k - seqlen)
-        begin = np.zeros_like(diagonal) if self.left is None else np.maximum(diagonal - self.left, 0)
-        end = np.full_like(diagonal, seqlen_k)
-        if self.right is not None:
-            end = np.minimum(diagonal + (self.right + 1), seqlen_k)
+        diagonal, everything = queries + (seqlen_k - seqlen), seqlen + seqlen_k
+        left, right = (everything if side is None else min(side, everything) for side in (self.left, self.right))
+        begin, end = np.maximum(diagonal - left, 0), np.minimum(diagonal + (right + 1), seqlen_k)
         return without_empty(begin[None], end[None])
 
     def cuts(self, seqlen: int, seqlen_k: int) -> IntArray:
         """Of more queries than keys the first may see nothing."""
-        return needed_cuts(self, np.array([seqlen - seqlen_k - (self.right or 0)]), seqlen, seqlen_k)
+        right = min(self.right or 0, seqlen + seqlen_k)
+        return needed_cuts(self, np.array([seqlen - seqlen_k - right]), seqlen, seqlen_k)
 
 
 def window(left: int | None = None, right: int | None = None) -> Window:
@@ -79,7 +78,7 @@ def window(left: int | None = None, right: int | None = None) -> Window:
     global 4 | window 128,0
     """
     sides = (
-        None if side is None else whole_number(name, side, 0, ", or None for no limit")
+        None if side is None else whole_number(name, side, 0, ", or None for no limit", UNLIMITED)
         for name, side in (("left", left), ("right", right))
     )
     return Window(*sides)
@@ -100,11 +99,11 @@ class Global(IntervalMask):
         return f"global {self.tokens}"
 
     def intervals(self, queries: IntArray, seqlen: int, seqlen_k: int) -> Intervals:
-        end = np.where(queries < self.tokens, seqlen_k, min(self.tokens, seqlen_k))[None]
+        end = np.where(queries < min(self.tokens, seqlen), seqlen_k, min(self.tokens, seqlen_k))[None]
         return without_empty(np.zeros_like(end), end)
 
     def cuts(self, seqlen: int, seqlen_k: int) -> IntArray:
-        return needed_cuts(self, np.array([self.tokens]), seqlen, seqlen_k)
+        return needed_cuts(self, np.array([min(self.tokens, seqlen)]), seqlen, seqlen_k)
 
 
 def global_tokens(n: int) -> Global:
@@ -135,7 +134,7 @@ def global_tokens(n: int) -> Global:
     >>> print(masks.global_tokens(1) | masks.window(2, 2))
     global 1 | window 2,2
     """
-    return Global(whole_number("n", n, 0))
+    return Global(whole_number("n", n, 0, most=UNLIMITED))
 
 
 @dataclass(frozen=True)
@@ -148,8 +147,9 @@ class Chunked(IntervalMask):
         return f"chunked {self.size}"
 
     def intervals(self, queries: IntArray, seqlen: int, seqlen_k: int) -> Intervals:
-        begin = (queries + (seqlen_k - seqlen)) // self.size * self.size
-        end = np.minimum(begin + self.size, seqlen_k)[None]
+        size = min(self.size, seqlen + seqlen_k + 1)  # one chunk of all keys; before it, one of queries that see none
+        begin = (queries + (seqlen_k - seqlen)) // size * size
+        end = np.minimum(begin + size, seqlen_k)[None]
         return without_empty(np.maximum(begin, 0)[None], end)
 
     def cuts(self, seqlen: int, seqlen_k: int) -> IntArray:
@@ -183,7 +183,7 @@ def chunked(size: int) -> Chunked:
     >>> print(masks.chunked(8192) & masks.causal())
     chunked 8192 & causal
     """
-    return Chunked(whole_number("size", size, 1))
+    return Chunked(whole_number("size", size, 1, most=UNLIMITED))
 
 
 @dataclass(frozen=True)
@@ -224,14 +224,15 @@ class Blocks(IntervalMask):
 
     def intervals(self, queries: IntArray, seqlen: int, seqlen_k: int) -> Intervals:
         begin, end = self._runs
-        block = queries // self.size
+        size = min(self.size, max(seqlen, seqlen_k, 1))
+        block = queries // size
         block = np.where(block < begin.shape[1], block, -1)
         none = np.zeros((len(begin), 1), np.int64)
-        begin, end = (np.concatenate([side, none], axis=1)[:, block] * self.size for side in (begin, end))
+        begin, end = (np.concatenate([side, none], axis=1)[:, block] * size for side in (begin, end))
         return without_empty(begin, np.minimum(end, seqlen_k))
 
     def cuts(self, seqlen: int, seqlen_k: int) -> IntArray:
-        return needed_cuts(self, np.arange(0, seqlen, self.size), seqlen, seqlen_k)
+        return needed_cuts(self, np.arange(0, seqlen, min(self.size, max(seqlen, 1))), seqlen, seqlen_k)
 
 
 def blocks(size: int, pairs: Any) -> Blocks:
@@ -255,13 +256,13 @@ def blocks(size: int, pairs: Any) -> Blocks:
     >>> print(masks.blocks(64, [(0, 0), (1, 1), (1, 2)]))
     blocks 64 0:0,1:1,1:2
     """
-    size = whole_number("size", size, 1)
+    size = whole_number("size", size, 1, most=UNLIMITED)
     if getattr(pairs, "ndim", 0) == 2 and getattr(pairs, "dtype", None) in (bool, np.bool_):
         pairs = np.argwhere(np.asarray(pairs))
     try:
         array = np.asarray(pairs)
         right = array.size == 0 or (array.ndim == 2 and array.shape[1] == 2 and array.dtype.kind in "iu")
-        right = right and not (array.size and array.min() < 0)
+        right = right and not (array.size and (array.min() < 0 or array.max() > LARGEST))
     except (TypeError, ValueError):
         right = False
     if not right:

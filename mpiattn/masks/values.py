@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import ArgumentError
-from ..system.values import truth, whole_number
+from ..system.values import UNLIMITED, truth, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,9 +45,9 @@ def by_axis(name: str, value: Any, axes: int, check: Callable[[str, Any], Any]) 
     return tuple(check(f"{name}[{i}]", item) for i, item in enumerate(value))
 
 
-def at_least(least: int) -> Callable[[str, Any], int]:
-    """A check that a value is a whole number, for `by_axis`."""
-    return lambda name, value: whole_number(name, value, least)
+def from_one(name: str, value: Any) -> int:
+    """A whole number from 1 on, for `by_axis`: one that is larger than its axis is cut to it where it is used."""
+    return whole_number(name, value, 1, most=UNLIMITED)
 
 
 def truths(name: str, value: Any, axes: int) -> tuple[bool, ...]:

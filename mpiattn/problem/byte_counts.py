@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from numbers import Integral
 from typing import Any
 
 from ..errors import ArgumentError
+from ..system.values import LARGEST, is_whole
 
 
 def byte_count(name: str, value: Any, most: int | None = None) -> int:
@@ -18,9 +18,8 @@ def byte_count(name: str, value: Any, most: int | None = None) -> int:
     if isinstance(value, str):
         match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([kKMGT]?)(?:i?B)?", value.strip())
         number = match and int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
-    whole = isinstance(number, Integral) and not isinstance(number, bool)
-    if not whole or number < 1 or (most is not None and number > most):
-        limit = "" if most is None else f", at most {most}"
+    if not is_whole(number, 1, LARGEST if most is None else most):
+        limit = f", at most {'2^63 - 1' if most is None else most}"
         raise ArgumentError(
             f"{name} is {value!r}; it must be a positive number of bytes{limit}, such as 800000000, '512M' or '1.5G' "
             "(1G is 1024M)"

@@ -96,7 +96,7 @@ def block_pairs(mask: Any, queries: Sequence[Ranges], keys: Sequence[Ranges], at
         and of keys, each int64.
     """
     left, diagonal = mask.window[0], mask.seqlen_k - mask.seqlen
-    pairs = np.zeros(np.broadcast_shapes(*map(np.shape, at)), np.int64)
+    pairs = np.zeros(np.broadcast_shapes(*map(np.shape, at)), keys[0].lengths.dtype)
     for of_queries in queries:
         for of_keys in keys:
             pairs += _seen_to_the_right(mask, of_queries, of_keys, at)

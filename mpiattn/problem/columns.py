@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from ..errors import ArgumentError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
     IntArray = NDArray[np.integer]
 
+MOST_KEYS = 2**31 - 1  # of a chunk, whose columns are int32 in kernels
 FEW_RANGES = 4  # of keys, up to which arithmetic is faster than a search
 ToColumns: TypeAlias = "Callable[[IntArray], IntArray]"  # from positions of keys to columns of a chunk
 
@@ -27,6 +30,9 @@ def columns_of(keys: Sequence[range] | IntArray) -> ToColumns:
 
     keys: positions of the chunk's keys, increasing: an array, or ranges one after another.
     """
+    tokens_k = len(keys) if isinstance(keys, np.ndarray) else sum(map(len, keys))
+    if tokens_k > MOST_KEYS:
+        raise ArgumentError(f"a chunk has {tokens_k} keys; it may have {MOST_KEYS}, so take more ranks")
     if not isinstance(keys, np.ndarray) and len(keys) > FEW_RANGES:
         keys = np.concatenate([np.arange(t.start, t.stop, t.step) for t in keys])
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import numpy as np
 
 from ..errors import ArgumentError
-from ..system.values import truth
+from ..system.values import as_int64, truth
 from ..system.words import number
 from .group import Group
 
@@ -186,7 +186,7 @@ def _integers(name: str, values: Any) -> NDArray[np.int64]:
     array = _array(values)
     if array.dtype.kind not in "iu":
         raise ArgumentError(f"{name} is {_brief(values)}; it must hold whole numbers")
-    return array.astype(np.int64)
+    return as_int64(array)
 
 
 def _check_no_mask(name: str, given: Any, batch: int, tokens: int) -> None:

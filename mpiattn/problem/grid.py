@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
+from ..system.values import is_whole
+
+MOST_RANKS = 2**24  # of any machine; of every one there is a length
 
 if TYPE_CHECKING:
     Blocks = tuple[tuple[int, ...], ...]  # by axis, the lengths of the blocks along it
@@ -20,8 +22,10 @@ def _whole_numbers(name: str, value: Any, least: int, meaning: str) -> tuple[int
     """
     several = isinstance(value, Iterable) and not isinstance(value, str | bytes)
     numbers = tuple(value) if several else ()
-    if not numbers or any(isinstance(n, bool) or not isinstance(n, Integral) or n < least for n in numbers):
-        raise ArgumentError(f"{name} is {value!r}; it must be whole numbers, at least {least}: {meaning}")
+    if not numbers or not all(is_whole(n, least) for n in numbers):
+        raise ArgumentError(
+            f"{name} is {value!r}; it must be whole numbers, at least {least} and below 2^63: {meaning}"
+        )
     return tuple(map(int, numbers))
 
 
@@ -29,7 +33,12 @@ def _dims_and_order(cart: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]
     """The dims of a Cartesian communicator or of a tuple; by rank, the number of its block in C order if it differs."""
     if not hasattr(cart, "Get_topo"):
         meaning = "the numbers of ranks along the axes, or a Cartesian communicator"
-        return _whole_numbers("cart", cart, 1, meaning), None
+        dims = _whole_numbers("cart", cart, 1, meaning)
+        if math.prod(dims) > MOST_RANKS:
+            raise ArgumentError(
+                f"cart is {dims}; the product of its dims must be a number of ranks, at most {MOST_RANKS}"
+            )
+        return dims, None
     if not cart:
         raise ArgumentError("cart is MPI.COMM_NULL; it must be a communicator of all ranks, and its dims are too small")
     dims = tuple(cart.Get_topo()[0])

@@ -23,7 +23,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..system.choices import one_of
-from ..system.values import whole_number
+from ..system.values import UNLIMITED, is_whole, whole_number
 from .grid import checked_blocks, of_grid
 from .pieces import Pieces
 
@@ -438,7 +438,7 @@ def of_sizes(given: Any, chunks: int, name: str = "layout") -> Any:
 
     Raises ArgumentError, which names the argument, unless there are `chunks` sizes, none below 0.
     """
-    if not isinstance(given, tuple | list) or any(isinstance(n, bool) or not isinstance(n, Integral) for n in given):
+    if not isinstance(given, tuple | list) or not all(is_whole(n, -UNLIMITED, UNLIMITED) for n in given):
         return given
     if len(given) != chunks or min(given) < 0:
         raise ArgumentError(f"{name} is {given!r}; as sizes of chunks it must be {chunks} numbers from 0, one a rank")

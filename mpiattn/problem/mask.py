@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from .columns import ToColumns
 
 PIECE = 2**15  # queries looked at at a time: their intervals stay in cache
-OVERFLOWING = 2**31  # tokens from which on products of the closed form do not fit an int64
 MANY_DOCUMENTS = 64  # from which on it pays to leave out those of other queries first
 SAMPLE = 2**7  # queries that stand for all
 REMEMBERED = 256  # masks
@@ -322,9 +321,12 @@ class Mask:
 
     def pairs(self, documents: Sequence[Group] | None = None) -> int:
         """Number of attended (query, key) pairs, summed over the groups of documents."""
-        if self.closed_form and documents is None and max(self.seqlen, self.seqlen_k) < OVERFLOWING:
+        if self.closed_form and documents is None:
             first = np.zeros(1, np.int64)
-            queries, keys = (Ranges(first, np.array([count]), 1) for count in (self.seqlen, self.seqlen_k))
+            # Python's ints in arrays, since of 2^31 tokens twice the number of pairs does not fit an int64
+            queries, keys = (
+                Ranges(first.astype(object), np.array([n], object), 1) for n in (self.seqlen, self.seqlen_k)
+            )
             return int(block_pairs(self, [queries], [keys], (first, first))[0])
         return _pairs(self) if documents is None else _counted(self, documents)
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from hashlib import sha256
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..errors import ArgumentError
+from ..system.values import is_whole
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -213,8 +213,8 @@ def _pairs(of_rank: Any, rank: int) -> list[tuple[int, int]]:
             pair: Any = tokens.start, max(tokens.start, tokens.stop)
         else:
             pair = () if isinstance(tokens, range | str) or not isinstance(tokens, Iterable) else tuple(tokens)
-        whole = all(isinstance(end, Integral) and not isinstance(end, bool) for end in pair)
-        if len(pair) != 2 or not whole or not 0 <= pair[0] <= pair[1]:
+        whole = all(is_whole(end, 0) for end in pair)
+        if len(pair) != 2 or not whole or pair[0] > pair[1]:
             raise ArgumentError(
                 f"parts has {tokens!r} on rank {rank}; it must be a range of step 1, or a pair: the first token "
                 "and the one after the last"

@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import ArgumentError
 from ..masks.interval_mask import IntervalMask, check_fits, checked_mask
 from ..system.closest import of_choices
-from ..system.values import truth, whole_number
+from ..system.values import UNLIMITED, truth, whole_number
 from .mask import MASK_FIELDS, Mask, Window
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -40,7 +40,7 @@ def _computable(name: str, value: float, dtype: str, least: float, most: float) 
 
 
 def _side(side: Any) -> int | None:
-    count = -1 if side is None else whole_number("window", side, -1)
+    count = -1 if side is None else whole_number("window", side, -1, most=UNLIMITED)
     return None if count == -1 else count
 
 
@@ -161,6 +161,7 @@ class Problem:
             put(name, whole_number(name, getattr(self, name), least))
         if self.heads % self.kv_heads:
             raise ArgumentError(f"kv_heads is {self.kv_heads}; it must divide heads, which is {self.heads}")
+        self._check_sizes()
         put("dtype", dtype_name(self.dtype))
         if self.scale is None:
             put("scale", 1 / math.sqrt(self.head_dim))
@@ -171,10 +172,11 @@ class Problem:
         put("shared_kv", check_shared_kv(self.shared_kv, self.head_dim, self.value_dim))
         everything = self.seqlen + self.seqlen_k  # a longer side of a window has no effect
         put("window", tuple(side if side is None else min(side, everything) for side in _window(self.window)))
-        prefix = whole_number("prefix", self.prefix, 0)
+        prefix = whole_number("prefix", self.prefix, 0, most=UNLIMITED)
         put("prefix", min(prefix, self.seqlen_k))
         if self.causal_block is not None:
-            put("causal_block", min(whole_number("causal_block", self.causal_block, 1), max(self.seqlen_k, 1)))
+            block = whole_number("causal_block", self.causal_block, 1, most=UNLIMITED)
+            put("causal_block", min(block, max(self.seqlen_k, 1)))
         put("causal", bool(self.causal or prefix or self.causal_block))
         if self.softcap is not None:
             put("softcap", _finite("softcap", self.softcap) or None)
@@ -194,6 +196,20 @@ class Problem:
             "wire_dtype",
             self.partial_dtype if self.wire_dtype is None else dtype_name(self.wire_dtype, "wire_dtype", narrower),
         )
+
+    def _check_sizes(self) -> None:
+        """Raise ArgumentError where numbers of pairs or of bytes, which are int64 in plans, would overflow."""
+        rows = max(self.seqlen, self.seqlen_k, 1)
+        products = (
+            (("seqlen", "seqlen_k"), rows**2, 63),
+            # the arrays of a backward pass and their partials are fewer than 16, of 8 bytes a number at most
+            (("batch", "seqlen", "heads", "head_dim"), self.batch * rows * self.heads * self.head_dim, 56),
+            (("batch", "seqlen_k", "heads", "value_dim"), self.batch * rows * self.heads * self.value_dim, 56),
+        )
+        for names, product, bits in products:
+            if product >= 2**bits:
+                values = ", ".join(f"{name} is {getattr(self, name)}" for name in names)
+                raise ArgumentError(f"{values}; their product must be below 2^{bits}")
 
     def __hash__(self) -> int:
         return self._hash

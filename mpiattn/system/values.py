@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import ArgumentError
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
-def whole_number(name: str, value: Any, least: int, also: str = "") -> int:
-    """The value as an int.  Raises ArgumentError unless it is a whole number, at least `least`; True is none.
+LARGEST = 2**63 - 1  # counts and positions are int64 in arrays, messages and files
+UNLIMITED = math.inf  # of an argument that sees no more once it is larger than a sequence, and is cut to that
 
-    also: what else the error says it may be.
+
+def is_whole(value: Any, least: float, most: float = LARGEST) -> bool:
+    """Whether a value is a whole number from `least` to `most`; True is none: a mask would be taken for 0 and 1."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
+
+
+def whole_number(name: str, value: Any, least: int, also: str = "", most: float = LARGEST) -> int:
+    """The value as an int.  Raises ArgumentError unless it is a whole number from `least` to `most`.
+
+    also: what else the error says it may be.  most: a power of two less 1, or UNLIMITED.
     """
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least {least}{also}")
-    return int(value)
+    if is_whole(value, least, most):
+        return int(value)
+    bounds = f", at least {least}"
+    if isinstance(value, Integral) and int(value) > most:
+        bounds = f" from {least} to 2^{int(most).bit_length()} - 1"
+    raise ArgumentError(f"{name} is {value!r}; it must be a whole number{bounds}{also}")
+
+
+def as_int64(array: NDArray[Any]) -> NDArray[np.int64]:
+    """Whole numbers as int64; larger ones become the largest, where a cast would make them negative."""
+    if array.dtype.kind == "u":
+        array = np.minimum(array, np.uint64(LARGEST))
+    return array.astype(np.int64)
 
 
 def check_function(name: str, value: Any) -> None:

@@ -61,7 +61,8 @@ def _along(axis, x, y):
     """Whether coordinates x see y on an axis: bool (len(x), len(y))."""
     (x, x_at), (y, y_at) = (np.unique(side, return_inverse=True) for side in (x, y))
     size, kernel, step, causal, cyclic, edge = axis
-    x, before = x[:, None], kernel // 2
+    x, step, kernel = x[:, None], min(step, size), min(kernel, 2 * size + 1)
+    before = kernel // 2
     after = kernel - 1 - before
     if causal:
         seen = (y <= x) & (x - y < kernel * step)
@@ -150,7 +151,7 @@ def _window(mask, positions, keys, seqlen, seqlen_k):
 
 
 def _around(mask, positions, seqlen, seqlen_k):
-    left, right = (seqlen + seqlen_k if side is None else side for side in (mask.left, mask.right))
+    left, right = (min(FAR if side is None else side, seqlen + seqlen_k) for side in (mask.left, mask.right))
     diagonal = positions + (seqlen_k - seqlen)
     return diagonal - left, diagonal + right + 1
 
@@ -160,18 +161,20 @@ def _global(mask, positions, keys, seqlen, seqlen_k):
 
 
 def _chunked(mask, positions, keys, seqlen, seqlen_k):
-    return keys // mask.size == _diagonal(positions, seqlen, seqlen_k) // mask.size
+    size = min(mask.size, FAR)
+    return keys // size == _diagonal(positions, seqlen, seqlen_k) // size
 
 
 def _chunk(mask, positions, seqlen, seqlen_k):
     diagonal = positions + (seqlen_k - seqlen)
-    return diagonal - mask.size + 1, diagonal + mask.size
+    size = min(mask.size, seqlen + seqlen_k)
+    return diagonal - size + 1, diagonal + size
 
 
 def _blocks(mask, positions, keys, seqlen, seqlen_k):
-    visible = np.zeros((len(positions), len(keys)), bool)
+    visible, size = np.zeros((len(positions), len(keys)), bool), min(mask.size, FAR)
     for block, block_k in mask.pairs:
-        visible |= (positions // mask.size == block)[:, None] & (keys // mask.size == block_k)
+        visible |= (positions // size == block)[:, None] & (keys // size == block_k)
     return visible
 
 
