@@ -21,6 +21,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "numpyd
 myst_enable_extensions = ["deflist", "dollarmath"]
 myst_heading_anchors = 3
 exclude_patterns = ["__pycache__"]
+highlight_language = "none"  # of blocks that name no language: drawings and commands, which are no Python
 html_theme = "furo"
 html_title = f"mpiattn {version}"
 

@@ -3,6 +3,7 @@
 #     launch NODES RANKS COMMAND...     ranks fill the first nodes of the job
 #     readable FILE                     ends the job unless FILE can be read
 #     die MESSAGE                       ends the job with code 2
+#     number COUNT NOUN                 prints "1 node", "2 nodes"
 #
 # and `slurm`, this folder.  In the script's arguments %a, %A and %j stand for numbers of the job, as in Slurm's names of
 # files.
@@ -15,6 +16,10 @@ source "$slurm/cores.sh"
 die() {
     echo "mpiattn: $*" >&2
     exit 2
+}
+
+number() {
+    if [ "$1" -eq 1 ]; then echo "$1 $2"; else echo "$1 $2s"; fi
 }
 
 readable() {
@@ -94,5 +99,5 @@ find_candidates
 choose_launcher
 [ "$share" -gt 0 ] || echo "mpiattn: the ranks of a node share $cores_of_a_node cores, of $cpus_of_a_core hardware threads each;" \
     "with sbatch --hint=nomultithread each has one"
-echo "mpiattn: ${SLURM_ARRAY_TASK_ID:+task $SLURM_ARRAY_TASK_ID of array $SLURM_ARRAY_JOB_ID, }$SLURM_NTASKS ranks on" \
-    "$SLURM_JOB_NUM_NODES nodes ($SLURM_JOB_NODELIST), started by ${launcher[*]}$tried"
+echo "mpiattn: ${SLURM_ARRAY_TASK_ID:+task $SLURM_ARRAY_TASK_ID of array $SLURM_ARRAY_JOB_ID, }$(number "$SLURM_NTASKS" rank) on" \
+    "$(number "$SLURM_JOB_NUM_NODES" node) ($SLURM_JOB_NODELIST), started by ${launcher[*]}$tried"

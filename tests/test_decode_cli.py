@@ -74,7 +74,7 @@ def test_decode_of_a_saved_cache(tmp_path, save_ranks, ranks, dtype, options, ma
     assert chosen["command"].startswith(f"mpiattn decode {cache} {queries} {out}") and chosen["date"]
     report = json.loads(report_file.read_text())
     assert chosen["ranks"] == report["ranks"] == ranks
-    seen = "3 of 9 queries see no key; out 0, lse -inf", "all 9 rows, 3 tokens that see no key"
+    seen = "3 of 9 queries without a visible key; out 0, lse -inf", "all 9 rows, 3 tokens without a visible key"
     assert all(words in outcome.stdout for words in seen) and report["empty"] == 3
     assert report["sequences"] == [79, 0, 39] and report["verify"]["passed"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache.h5", "out.h5", "q.h5", "report.json"]

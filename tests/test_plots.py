@@ -141,9 +141,10 @@ def test_timelines_of_the_slowest_ranks_at_one_scale():
     assert spans(below, "O") == [(5.5, 7)]
     assert [tick.get_text() for tick in above.get_yticklabels()] == ["blocks", "Q", "KV"]
     assert [tick.get_text() for tick in below.get_yticklabels()] == ["blocks", "O"]
-    assert above.get_title(loc="left") == "predicted, rank 1: 6 s, of which 2 s waiting (33.3 %)"
-    assert below.get_title(loc="left") == "measured, rank 3: 8 s, of which 500 ms waiting (6.2 %)"
+    assert above.get_title(loc="left") == "predicted, rank 1, which ends last: 6 s, of which 2 s waiting (33.3 %)"
+    assert below.get_title(loc="left") == "measured, rank 3, which ends last: 8 s, of which 500 ms waiting (6.2 %)"
     assert set(texts(above)) == {"#1", "#2", "#3", "all"}
+    assert below.get_xlabel().endswith("what arrives, #n: from the rank n hops away")
     rectangles = [box for kind in ("blocks", "waiting", "KV", "Q") for box in patches(above, kind)]
     for i, (x, y, width, height) in enumerate(rectangles):
         for other_x, other_y, other_width, other_height in rectangles[:i]:
@@ -159,13 +160,25 @@ def test_timelines_of_several_ranks():
         rows[y > 1].append((x, x + width))
     assert rows == {True: [(0, 3), (3, 4)], False: [(0, 2), (3, 4)]}
     assert len(patches(axes, "KV")) == 5  # all but the one that rank 0 does not need
-    assert "rank 1: 6 s" in axes.get_title(loc="left")
+    assert "rank 1, which ends last: 6 s" in axes.get_title(loc="left")
+    (key,) = axes.figure.legends
+    assert [text.get_text() for text in key.get_texts()] == ["blocks", "waiting", "Q", "KV"]
+    colors = {text.get_text(): patch.get_facecolor() for text, patch in zip(key.get_texts(), key.get_patches())}
+    drawn = {patch.get_label(): patch.get_facecolor() for patch in axes.patches}
+    assert colors == {name: drawn[name] for name in colors}
     with pytest.raises(ArgumentError, match="rank is 2; the timeline is of 2 ranks"):
         timeline([("predicted", predicted())], ranks=[2])
     with pytest.raises(ArgumentError, match="rank is 0; the timeline is of 3"):
         timeline([("measured", {3: measured()})], ranks=[0])
     with pytest.raises(ArgumentError, match="entries is empty"):
         timeline([])
+
+
+def test_hops_are_explained_where_they_are_named():
+    """Bars too narrow for a text have none, and nothing is said of it."""
+    narrow = measured()._replace(moves=(Moved("O", 1, 1, 5.5, 5.501),))
+    (axes,) = timeline([("measured", {3: narrow})]).axes
+    assert not texts(axes) and "#" not in axes.get_xlabel()
 
 
 # Traffic

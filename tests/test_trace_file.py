@@ -1,5 +1,6 @@
 """What a trace file makes of the passes of ranks, by passes that are made up, and the clocks that it goes by."""
 
+import gzip
 import json
 import os
 
@@ -7,10 +8,11 @@ import pytest
 import warm
 from files import write_input
 
+from mpiattn.cli import main
 from mpiattn.comm.clocks import Clock, of_nodes
 from mpiattn.engine.record import Pass, Regrouped, Step, Transfer
 from mpiattn.errors import FileError
-from mpiattn.files.trace_file import RankTrace, Trace, events, write
+from mpiattn.files.trace_file import RankTrace, Trace, events, read, write
 
 SECOND = 1e6  # microseconds
 
@@ -161,3 +163,75 @@ def test_bench(tmp_path):
     assert sent == 2 * case["passes"]["both"]["sent_bytes"]["mean"]
     outcome = warm.command(2, ["bench", "--decode", "--trace", trace], check=False)
     assert outcome.returncode == 1 and "it has no meaning with --decode" in outcome.stderr
+
+
+def test_read(tmp_path):
+    """What was written, by direction and rank, in seconds since the first rank began the pass."""
+    path = tmp_path / "trace.json"
+    write("path", path, Trace({}, two_ranks()))
+    packed = tmp_path / "trace.json.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    passes = read("FILE", path)
+    assert read("FILE", packed) == passes
+    assert {direction: list(ranks) for direction, ranks in passes.items()} == {"forward": [0, 1]}
+    first, second = passes["forward"].values()
+    assert first.timeline.steps == second.timeline.steps == ((0, 1, 3), (3, 4, 4), (4, 4.5, 5))
+    assert second.timeline.moves == (("KV", 1, 0, 0, 2), ("KV", 2, 0, 2, 3), ("O", 0, 2, 4, 5))
+    assert first.timeline.seconds == 5 and first.timeline.waiting == 2.5
+    assert (first.sent, second.sent) == ({"KV": 96, "O": 0, "regrouping": 0}, {"KV": 0, "O": 8, "regrouping": 11})
+    assert first.awaited == {"KV": 2, "O": 0.5} and second.regrouping == 1
+
+
+def test_command(tmp_path, capsys):
+    path = tmp_path / "trace.json"
+    write("path", path, Trace({}, two_ranks()))
+    assert main(["trace", str(path), "--json", str(tmp_path / "j.json")]) == 0
+    said = [line.split() for line in capsys.readouterr().out.splitlines()]
+    busiest = "the busiest is rank 0, whose blocks take 2.5 s, as long as the mean of all"
+    assert said[0] == f"forward, 2 ranks: {busiest}".split()
+    assert "rank time blocks waits regrouping KV sent O sent regrouping sent".split() in said
+    assert "1 5 s 2.5 s 2.5 s 50.0 % 1 s 0 B 8 B 11 B".split() in said
+    assert "KV 4 96 B 2 s 2 s on rank 0".split() in said
+    first, second = json.loads((tmp_path / "j.json").read_text())["passes"]["forward"]
+    assert (first["rank"], first["blocks_seconds"], second["waiting_seconds_by_kind"]["KV"]) == (0, 2.5, 2)
+
+
+@pytest.mark.parametrize("ranks", [[], ["--ranks", "1"]])
+def test_command_draws(tmp_path, capsys, ranks):
+    pytest.importorskip("matplotlib", reason="takes matplotlib (extra plot)")
+    path, picture = tmp_path / "trace.json", tmp_path / "trace.svg"
+    write("path", path, Trace({}, two_ranks()))
+    assert main(["trace", str(path), "--plot", str(picture), *ranks]) == 0
+    assert capsys.readouterr().out == f"written  {picture}\n"
+    drawn = picture.read_text()
+    assert "rank 1" in drawn and ("rank 0<" in drawn) == (not ranks)
+
+
+@pytest.mark.parametrize(
+    "content, why",
+    [
+        (b"", "it is no file of --trace or save_trace"),
+        (b"\x89HDF\r\n\x1a\n", "it is no file of --trace or save_trace"),
+        (b"\x1f\x8b\x08", "it is no file of --trace or save_trace"),
+        (b"[]", "it is no file of --trace or save_trace"),
+        (b'{"traceEvents": [{"ph": "X", "ts": 0}]}', "it is no file of --trace or save_trace"),
+        (b'{"traceEvents": []}', "it is no file of --trace or save_trace (it has no passes)"),
+        (None, "it cannot be read: No such file or directory"),
+    ],
+)
+def test_what_is_no_trace(tmp_path, capsys, content, why):
+    path = tmp_path / "trace.json"
+    if content is not None:
+        path.write_bytes(content)
+    assert main(["trace", str(path)]) == 1
+    assert capsys.readouterr().err.startswith(f"mpiattn trace: FILE is '{path}'; {why}")
+
+
+def test_a_trace_that_is_cut_off(tmp_path):
+    path = tmp_path / "trace.json"
+    write("path", path, Trace({}, two_ranks()))
+    whole = path.read_bytes()
+    for length in range(0, len(whole) - 5, 97):
+        path.write_bytes(whole[:length])
+        with pytest.raises(FileError, match="it is no file of --trace"):
+            read("FILE", path)

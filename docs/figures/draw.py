@@ -1,10 +1,10 @@
 """Draws the pictures of this folder again: `python docs/figures/draw.py [FOLDER]`, with the extra `plot`."""
 
-import gzip
 import json
 import sys
 from pathlib import Path
 
+from mpiattn.files import trace_file
 from mpiattn.model import cost, machine
 from mpiattn.model.pairs import Pairs
 from mpiattn.model.simulate import simulate
@@ -17,7 +17,6 @@ from mpiattn.plots.traffic import traffic
 from mpiattn.problem.layout import Layout
 from mpiattn.problem.problem import Problem
 from mpiattn.schedule.tile import Tile
-from mpiattn.schedule.timeline import Moved, StepTimes, Timeline
 
 LONG = Problem(524288, heads=32, head_dim=128, dtype="bfloat16", causal=True)
 ON = machine.H100
@@ -39,29 +38,10 @@ def strong_scaling():
     return scaling(series, "2048 tokens x 512, float32, forward: hosts with 17 Mb/s each, emulated compute")
 
 
-def of_trace(path):
-    """The forward pass in a file of `plan.save_trace`, packed: by rank its Timeline, by the clock of rank 0."""
-    events = [event for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if event["ph"] == "X"]
-    timelines = {}
-    for rank in sorted({event["pid"] for event in events}):
-        steps, moves = {}, []
-        for event in sorted((event for event in events if event["pid"] == rank), key=lambda event: event["ts"]):
-            begun, ended, arguments = event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6, event["args"]
-            if event["cat"] == "blocks":
-                steps[arguments["step"]] = StepTimes(begun, ended, ended)
-            elif event["cat"] == "waits":
-                steps[arguments["step"]] = steps[arguments["step"]]._replace(ended=ended)
-            elif "hop" in arguments:
-                moves.append(Moved(event["cat"], arguments["hop"], arguments["step"], begun, ended))
-        timelines[rank] = Timeline(
-            "forward", tuple(steps.values()), tuple(moves), max(step.ended for step in steps.values())
-        )
-    return timelines
-
-
 def traced():
     """A pass of 16 hosts as `mpiattn bench --trace` has seen it, on the network that tests/netcluster.py makes up."""
-    timelines = of_trace(Path(__file__).parent / "trace.json.gz")
+    passes = trace_file.read("FILE", Path(__file__).parent / "trace.json.gz")
+    timelines = {rank: each.timeline for rank, each in passes["forward"].items()}
     title = "1024 tokens x 512, float32, tile 4x4, forward: 16 hosts with 16 Mb/s each, emulated compute"
     return timeline([("measured", timelines)], ranks=list(timelines), title=title)
 

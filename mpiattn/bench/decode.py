@@ -225,8 +225,9 @@ def head_text(data):
         [
             (
                 "problem",
-                f"{number(data['batch'], 'sequence')}, {data['queries']} quer{'ies' if data['queries'] > 1 else 'y'} "
-                f"each, {data['heads']} heads over {data['kv_heads']} KV heads x {data['head_dim']}, {data['dtype']}",
+                f"{number(data['batch'], 'sequence')}, {number(data['queries'], 'query')} "
+                f"each, {number(data['heads'], 'head')} over {number(data['kv_heads'], 'KV head')} x "
+                f"{data['head_dim']}, {data['dtype']}",
             ),
             ("ranks", f"{data['ranks']} on {number(data['nodes'], 'node')}, {data['backend']} back end"),
             ("transport", data["transport"]),
@@ -235,7 +236,7 @@ def head_text(data):
                 f"{machine['processor']}; NumPy {versions['numpy']} ({machine['blas'] or 'unknown BLAS'}, threads: "
                 f"{machine['blas_threads'] or 'unknown'}), {versions['mpi']}",
             ),
-            ("measured", f"{data['runs']} calls of each, in turn"),
+            ("measured", f"{number(data['runs'], 'call')} of each, in turn"),
         ]
     )
 
@@ -258,7 +259,7 @@ def result_text(result):
         for name in median
     ]
     return (
-        f"\n{result['context']} tokens, a partial of {size(result['partial_bytes'])}, keys of "
+        f"\n{number(result['context'], 'token')}, a partial of {size(result['partial_bytes'])}, keys of "
         f"{size(result['key_bytes'])} a rank; auto is {result['chosen']}; results differ by "
         f"{result['difference']:.1e}, from float64 by {result['error']:.1e}; keys are read at "
         f"{percent(median['sum'] / median['keys'])} of a sum's speed\n"

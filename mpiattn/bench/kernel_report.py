@@ -1,11 +1,12 @@
 """Results of `mpiattn bench --kernel` as text."""
 
-from ..console.table import duration, facts, percent, table
+from ..console.table import duration, facts, table
+from ..system.words import number
 
 TITLES = {
     "forward": "forward of a block of {seqlen} tokens",
     "backward": "backward of a block of {seqlen} tokens",
-    "decode": "decoding: a query of {heads} heads over {keys} keys of {kv_heads} KV heads, pages of {page_size}",
+    "decode": "decoding: a query over {keys} keys, heads: {heads} over {kv_heads}, pages of {page_size}",
     "carry": "carry-in: a block of {seqlen} queries by {keys} keys",
     "launch": "launches: {tokens} tokens",
 }
@@ -28,7 +29,7 @@ def _section(section):
     header = ("", "median", "quartiles", *((RATES[rate], "its speed over mpiattn's", "difference") if rate else ()))
     lines = ["", TITLES[section["what"]].format(**section), table(rows, header)]
     if "overhead" in section:
-        lines.append(f"adding to a partial costs {percent(section['overhead'])} more")
+        lines.append(f"adding to a partial takes {1 + section['overhead']:.3g} times as long")
     lines += [f"{name} is missing: {why}" for name, why in section.get("missing", {}).items()]
     return lines
 
@@ -40,7 +41,7 @@ def as_text(data):
     head = [
         (
             "problem",
-            f"{p['heads']} heads over {p['kv_heads']} KV heads x {p['head_dim']}, {p['dtype']}, "
+            f"{number(p['heads'], 'head')} over {number(p['kv_heads'], 'KV head')} x {p['head_dim']}, {p['dtype']}, "
             f"{'causal' if p['causal'] else 'full'}",
         ),
         ("back end", f"{data['backend']} on {machine['device']}"),
@@ -52,7 +53,7 @@ def as_text(data):
         ("versions", f"mpiattn {data['mpiattn']}, {libraries}"),
         (
             "measured",
-            f"{data['runs']} runs of each, in turn; medians. Differences are relative to the largest "
+            f"{number(data['runs'], 'run')} of each, in turn; medians. Differences are relative to the largest "
             "value: of mpiattn from float64 at an affordable size, of torch from mpiattn",
         ),
     ]

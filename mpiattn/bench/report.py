@@ -79,7 +79,7 @@ def size_text(cases, data):
     measured = [case for index, case in enumerate(cases) if case["measured_as"] == index]
     checks = sum(len(case["checked"]) for case in measured)
     label = f", {EMULATED}" if data["compute"] == EMULATED else ""
-    title = f"{cases[0]['seqlen']} tokens{label}; {checks} results checked: right"
+    title = f"{number(cases[0]['seqlen'], 'token')}{label}; {number(checks, 'result')} checked: right"
     same = {}
     for i, case in enumerate(cases):
         if case["measured_as"] != i:
@@ -93,7 +93,7 @@ def size_text(cases, data):
 
 def _problem(data):
     p = data["problem"]
-    heads = f"{p['heads']} heads" + (f" ({p['kv_heads']} KV)" if p["kv_heads"] != p["heads"] else "")
+    heads = number(p["heads"], "head") + (f" ({p['kv_heads']} KV)" if p["kv_heads"] != p["heads"] else "")
     window = (
         ""
         if p["window"] == [None, None]
@@ -119,13 +119,14 @@ def head_text(data):
         ("transport", data["transport"]),
         (
             "machine",
-            f"{machine['processor']}, {machine['cores']} cores for {machine['ranks_on_host']} ranks on the "
-            f"fullest host; BLAS threads of each: {machine['blas_threads'] or 'unknown'}",
+            f"{machine['processor']}, {number(machine['cores'], 'core')} for "
+            f"{number(machine['ranks_on_host'], 'rank')} on the fullest host; "
+            f"BLAS threads of each: {machine['blas_threads'] or 'unknown'}",
         ),
         ("versions", f"mpiattn {data['mpiattn']}, {numpy_in_words(data, machine)}, {data['versions']['mpi']}"),
         (
             "measured",
-            f"{data['runs']} runs of each case in turn, after {data['warmup']} unmeasured; median of the "
+            f"{number(data['runs'], 'run')} of each case in turn, after {data['warmup']} unmeasured; median of the "
             "slowest rank's time",
         ),
         ("predicted", f"on machine {data['machine']['name']}: {data['machine']['assumes'] or 'measured'}"),

@@ -32,7 +32,7 @@ def binding(ranks):
     """Every rank can have a core of its own."""
     nodes = by_node(ranks)
     text = (
-        f"{span([len(rank['cores']) for rank in ranks])} cores that a rank may use, "
+        f"{number(span([len(rank['cores']) for rank in ranks]), 'core')} that a rank may use, "
         f"{span([len(_cores(node)) for node in nodes])} a node"
     )
     crowds = [(node, *_crowd(node)) for node in nodes if _crowd(node)]

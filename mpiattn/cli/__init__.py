@@ -23,6 +23,7 @@ COMMANDS = {
     "kernels",
     "check": "check that this installation and this launch work; the first thing to run on a new cluster",
     "tune": "measure links and speed of this machine; later plans use the figures (under mpiexec or srun)",
+    "trace": "show what every rank did and when, from a file of --trace: a table, a picture (no MPI needed)",
     "slurm": "list the Slurm batch scripts, or copy them to submit (no MPI needed)",
     "info": "show versions, MPI, devices and hosts of this installation and this launch",
 }

@@ -43,6 +43,7 @@ from ..comm.mesh import by_node
 from ..console import options
 from ..console.json_file import check_json, report_parts
 from ..console.launch import on_all_ranks
+from ..console.table import written
 from ..errors import ArgumentError
 from ..files.trace_file import write as write_trace
 from ..model import cost
@@ -191,7 +192,8 @@ def _sweep(job, args):
             if measured.trace:
                 write_trace("--trace", args.trace, measured.trace)
         head = report.head_text(data) + "\n" if number == 1 else ""
-        yield data, head + report.size_text(measured_cases, data)
+        files = written(args.plot, args.trace, args.hdf5, args.json) if last else ""
+        yield data, head + report.size_text(measured_cases, data) + (f"\n\nwritten  {files}" if files else "")
 
 
 def _plot(path, measured, case):

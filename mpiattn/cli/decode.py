@@ -234,14 +234,15 @@ def _text(data, cache, shape, verified):
 
     padding, empty, lengths = data.get("padding"), data["empty"], cache.lengths
     equal = all(rank["sent_bytes"] == rank["formula_bytes"] for rank in data["per_rank"])
+    queries = number(shape[0] * shape[1], "query")
     rows = [
         (
             "cache",
-            f"{number(len(lengths), 'sequence')} of {span(lengths)} tokens, {cache.kv_heads} KV heads, "
-            f"head_dim {cache.head_dim}, {cache.dtype}",
+            f"{number(len(lengths), 'sequence')} of {number(span(lengths), 'token')}, "
+            f"{number(cache.kv_heads, 'KV head')}, head_dim {cache.head_dim}, {cache.dtype}",
         ),
-        ("padding", f"{padding} more tokens of CACHE" if padding else None),
-        ("queries", f"{shape[1]} of each sequence, {shape[2]} heads"),
+        ("padding", f"{number(padding, 'more token')} of CACHE" if padding else None),
+        ("queries", f"{shape[1]} of each sequence, {number(shape[2], 'head')}"),
         ("ranks", f"{data['ranks']} on {number(data['nodes'], 'node')}, {cache.backend} back end"),
         ("transport", cache.transport),
         ("tokens per rank", of_ranks("tokens")),
@@ -253,7 +254,7 @@ def _text(data, cache, shape, verified):
             f"{of_ranks('sent_bytes', size)}; formula: {of_ranks('formula_bytes', size)}, "
             f"{'equal on every rank' if equal else 'DIFFERENT'}",
         ),
-        ("no keys", f"{empty} of {shape[0] * shape[1]} queries see no key; out 0, lse -inf" if empty else None),
+        ("no keys", f"{empty} of {queries} without a visible key; out 0, lse -inf" if empty else None),
         ("verify", verified),
         ("written", data["output"]),
     ]

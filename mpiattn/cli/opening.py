@@ -65,8 +65,8 @@ def crowded(hosts):
         return None
     worst = max(crowd, key=lambda each: each.threads / each.cores)
     text = (
-        f"{number(worst.ranks, 'rank')} on {worst.name} {'have' if worst.ranks > 1 else 'has'} {worst.threads} threads "
-        f"for {number(worst.cores, 'core')}, which can make it many times slower: "
+        f"{number(worst.ranks, 'rank')} on {worst.name} {'have' if worst.ranks > 1 else 'has'} "
+        f"{number(worst.threads, 'thread')} for {number(worst.cores, 'core')}, which can make it many times slower: "
     )
     if worst.cores < min(worst.threads, worst.all_cores):
         text += (
@@ -82,11 +82,18 @@ def crowded(hosts):
     return text
 
 
+def predicted(passes, seconds):
+    """The predicted time of some problems, in words.  seconds: of each problem."""
+    text, total = " and ".join(passes), duration(sum(seconds))
+    if len(seconds) < 2:
+        return f"{total} {text}"
+    return f"{span(seconds, duration)} {text} of each problem, {total} of all {len(seconds)}"
+
+
 def text(plan, made, hosts, problem, passes, seconds, warning):
     """The whole text, and an empty line.
 
-    made: from `origin`.  problem: in words.  passes, seconds: those that the predicted time covers, and that time.
-    warning: text or None.
+    made: from `origin`.  problem: in words.  passes, seconds: as of `predicted`.  warning: text or None.
     """
     names = ", ".join(each.name for each in hosts[:NAMED]) + (", ..." if len(hosts) > NAMED else "")
     counts = [each.threads / each.ranks for each in hosts if each.threads is not None]
@@ -98,14 +105,14 @@ def text(plan, made, hosts, problem, passes, seconds, warning):
         (
             "ranks",
             f"{sum(each.ranks for each in hosts)} on {number(len(hosts), 'host')} ({names}), "
-            f"{threads} BLAS thread{'s' * (threads != '1')} each; cores for the ranks of a host: "
+            f"{number(threads, 'BLAS thread')} each; cores for the ranks of a host: "
             f"{span([each.cores for each in hosts])}",
         ),
         ("MPI", f"{made['mpi']}; NumPy {made['numpy']}, h5py {made['h5py']}"),
         ("problem", problem),
         (
             "predicted",
-            f"{duration(seconds)} {' and '.join(passes)}, on machine {machine.name}"
+            f"{predicted(passes, seconds)}, on machine {machine.name}"
             + (f": {machine.assumes}" if machine.assumes else ""),
         ),
         ("transport", plan.transport),

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 from ..console import options
 from ..console.json_file import write_json
-from ..console.table import duration
+from ..console.table import duration, written
 from ..errors import ArgumentError
 from ..model import machine, planes, search
 from ..model.prediction import Choice
@@ -174,6 +174,8 @@ def run(args):
         for schedule in schedules if args.steps else ():
             slots = data["steps"][schedule.direction]["validated_slots"]
             text += f"\n\n{schedule}\nvalidated; slots ever in use: {counts(slots)}"
+        if files := written(args.plot, args.json):
+            text += f"\n\nwritten  {files}"
         print(text, flush=True)
     return 0
 

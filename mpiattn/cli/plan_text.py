@@ -2,6 +2,7 @@
 
 from ..console.table import duration, percent, table
 from ..model import search
+from ..plots.style import passes_in_words
 from ..schedule import travels
 from ..schedule.route import passed_on
 from ..system.words import number, size
@@ -9,7 +10,7 @@ from .mesh_picture import picture
 
 LEGEND = """\
 sent/rank  bytes that a rank sends, mean over ranks: {sent}
-saved      share of sent/rank saved compared with Ring (tile 1x{ranks})
+saved      share of sent/rank saved compared with Ring (tile 1x{ranks}); 1.3 x Ring: it sends 1.3 times as much
 regrouped  sent before and after the passes, so that every plane of a tile HxAxB has its share, or the mesh its layout
 elements   the same as saved, counted in elements without a mask, as Mesh-Attention (arXiv 2512.20968) counts:
            {row}(a-1) + {column}(b-1){share} chunks, and what is regrouped
@@ -26,6 +27,7 @@ LEAST = """\
 how many times {sent}, below which no schedule gets if ranks have equal shares of tokens and of attended
            pairs; whether one gets there is not known{mask}"""
 NO_LEAST = "unknown, as no bytes are known that every schedule has to send"
+ROUNDED = 0.0005  # a share below this is 0.0 % in the table
 
 BOUNDS = """
            > is a bound, without a simulation: the tile cannot be the best"""
@@ -38,8 +40,11 @@ SENT = {
 }
 
 
-def _percent(share):
-    return "-" if share is None else percent(share)
+def _saved(share):
+    """What is saved compared with Ring; of what sends more than Ring, how many times as much."""
+    if share is None:
+        return "-"
+    return percent(share) if share > -ROUNDED else f"{1 - share:.3g} x Ring"
 
 
 def _times(times):
@@ -51,10 +56,10 @@ def head(p, data):
     ranks = data["ranks"]
     documents = "" if data["documents"] is None else f" in {number(data['documents'], 'document')}"
     if data["padding"]:
-        documents += f" with {data['padding']} tokens of padding"
+        documents += f" with {number(data['padding'], 'token')} of padding"
     return (
-        f"{number(ranks, 'rank')}, {p}{documents}, {data['direction']}, {data['route']} route; chunks of "
-        f"{number(-(-p.seqlen // ranks), 'token')}"
+        f"{number(ranks, 'rank')}, {p}{documents}, {passes_in_words(data['direction'])}, {data['route']} route; "
+        f"chunks of {number(-(-p.seqlen // ranks), 'token')}"
     )
 
 
@@ -111,8 +116,8 @@ def _rows(data, kinds):
             f"{tile} {row['method'] or ''}",
             size(sent["total"]),
             *(size(sent[kind]) if kind in sent else "" for kind in kinds),
-            _percent(row["saving"]),
-            _percent(row["saving_elements"]),
+            _saved(row["saving"]),
+            _saved(row["saving_elements"]),
             _times(row["times_least"]),
             *_predicted(row),
             f"<- {', '.join(marks)}" if marks else "",
@@ -123,8 +128,8 @@ def _rows(data, kinds):
                 row["method"],
                 size(row["sent_bytes"]),
                 *("" for _ in kinds),
-                _percent(row["saving"]),
-                _percent(row["saving_elements"]),
+                _saved(row["saving"]),
+                _saved(row["saving_elements"]),
                 _times(row["times_least"]),
                 *[""] * 7,
             )

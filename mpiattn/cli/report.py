@@ -3,7 +3,7 @@
 Each rank contributes a dict: its tokens, its pairs, what it sent and waited in each pass, and its memory.
 """
 
-from ..console.table import duration, facts, percent
+from ..console.table import duration, facts, percent, written
 from ..model.machine import PRODUCTS
 from ..model.workload import balance
 from ..system.words import number, size, span
@@ -49,6 +49,20 @@ def as_json(args, plan, chosen, seconds, ranks, reports, odd):
         **{name: {**report._asdict(), "passed": report.passed} for name, report in reports.items()},
         "per_rank": ranks,
     }
+
+
+def _pairs(ranks):
+    """The pairs of the ranks, and how much more than the mean the busiest has, if that is more."""
+    text = span([rank["pairs"] for rank in ranks], lambda pairs: f"{pairs:.15g}")
+    more = _balance(ranks) - 1
+    if more < AS_MUCH / 10:
+        return text
+    return f"{text}; the most are {_more_than(more)} the mean"
+
+
+def _more_than(more):
+    """A figure compared with another by what it has more: "1.3 % more than", "2 times"."""
+    return f"{percent(more)} more than" if more < 1 else f"{1 + more:.3g} times"
 
 
 def _times(seconds, phases):
@@ -104,14 +118,15 @@ def _layout(chosen):
 def _empty(p, chosen, ranks):
     """Rows of the table that count padding, and other tokens that see no key."""
     padding, padding_k = chosen.get("padding", 0), chosen.get("padding_k", 0)
-    rows, of_queries = [], f"{padding} of {p.batch * p.seqlen}"
+    tokens = number(p.batch * p.seqlen, "token")
+    rows, of_queries = [], f"{padding} of {tokens}"
     if padding_k and (padding, p.seqlen) != (padding_k, p.seqlen_k):
-        rows.append(("padding", f"{of_queries} tokens, {padding_k} of {p.batch * p.seqlen_k} keys; out 0, lse -inf"))
+        rows.append(("padding", f"{of_queries}, {padding_k} of {number(p.batch * p.seqlen_k, 'key')}; out 0, lse -inf"))
     elif padding:
-        rows.append(("padding", f"{of_queries} tokens; out 0, lse -inf"))
+        rows.append(("padding", f"{of_queries}; out 0, lse -inf"))
     others = sum(rank["empty"] for rank in ranks) - padding
     if others:
-        rows.append(("no keys", f"{others} of {p.batch * p.seqlen} tokens see no key; out 0, lse -inf"))
+        rows.append(("no keys", f"{others} of {tokens} without a visible key; out 0, lse -inf"))
     return rows
 
 
@@ -125,13 +140,13 @@ def as_text(args, plan, chosen, seconds, ranks, reports, odd):
         (
             "mesh",
             (f"{tile.h} planes of " if tile.h > 1 else "")
-            + f"{number(tile.b, 'row')} x {number(tile.a, 'column')} (tile {tile}): {number(len(ranks), 'rank')} on "
+            + f"{number(tile.a, 'column')} x {number(tile.b, 'row')} (tile {tile}): {number(len(ranks), 'rank')} on "
             + number(hosts, "host"),
         ),
         ("schedule", f"{chosen['schedule']}, {chosen['route']} route, {_layout(chosen)}, {chosen['backend']} back end"),
         ("transport", plan.transport),
         ("tokens per rank", span([rank["tokens"] for rank in ranks])),
-        ("pairs per rank", span([rank["pairs"] for rank in ranks]) + f", at most {_balance(ranks):.3g} times the mean"),
+        ("pairs per rank", _pairs(ranks)),
         ("time", f"{_times(seconds, passes)}; {_times(seconds, [name for name in seconds if name not in passes])}"),
         ("speed", ", ".join(f"{speed:.3g} GFLOP/s {name}" for name, speed in _speeds(p, seconds, ranks).items())),
         ("waiting", ", ".join(_waiting(name, ranks, seconds) for name in passes) + ", mean over ranks"),
@@ -145,6 +160,6 @@ def as_text(args, plan, chosen, seconds, ranks, reports, odd):
         *_empty(p, chosen, ranks),
         ("WARNING", f"NaN or infinite elements: {count_text(odd)}" if any(odd.values()) else None),
         *[("" if i else "verify", report) for i, report in enumerate(reports.values())],
-        ("written", args.output),
+        ("written", written(args.output, args.trace, args.json)),
     ]
     return facts(rows)

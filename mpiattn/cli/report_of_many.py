@@ -1,6 +1,6 @@
 """The report of `mpiattn run` about a file of many problems, from the reports of each."""
 
-from ..console.table import duration, facts, percent, table
+from ..console.table import duration, facts, percent, table, written
 from ..model.machine import PRODUCTS
 from ..system.words import number, size
 from .report import count_text, problem_text
@@ -15,6 +15,8 @@ def problems_text(tasks, done):
     groups = f"{first.group!r} to {others[-1].group!r}" if others else repr(first.group)
     plans = number(len({id(task.plan) for task in tasks}), "shape")
     before = f", {done} of them finished before" if done else ""
+    if not others:
+        return f"{groups}{before}: {text}"
     return f"{number(len(tasks), 'problem')} in {groups}, of {plans}{before}; the first: {text}"
 
 
@@ -85,6 +87,6 @@ def as_text_of_all(args, reports):
             odd[name] = odd.get(name, 0) + count
     rows = [
         ("WARNING", f"NaN or infinite elements: {count_text(odd)}" if any(odd.values()) else None),
-        ("written", args.output),
+        ("written", written(args.output, args.json)),
     ]
     return table([_row(*item) for item in reports.items()], header) + "\n" + facts(rows)

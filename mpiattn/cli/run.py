@@ -253,6 +253,6 @@ def _open(peers, args, tasks, origin, kept):
     else:
         passes = ["forward", "backward"][: 1 + args.backward]
         done = kept.finished if kept else ()
-        seconds = sum(task.plan.predicted_seconds for task in tasks if task.group not in done)
+        seconds = [task.plan.predicted_seconds for task in tasks if task.group not in done]
         problem = problems_text(tasks, len(done))
         print(opening.text(plan, origin, hosts, problem, passes, seconds, warning), flush=True)

@@ -24,7 +24,7 @@ from ..console import options
 from ..console.json_file import check_json, report
 from ..console.launch import on_all_ranks
 from ..console.progress import Progress
-from ..console.table import duration, facts, percent, table
+from ..console.table import duration, facts, percent, table, written
 from ..errors import ArgumentError
 from ..system.atomic_file import JSON, NewFile, check_target
 from ..system.words import number
@@ -216,7 +216,7 @@ def _text(args, key, nodes, tuned, replaced, seconds):
     tail = [
         ("took", f"{duration(seconds)}; quartiles over all ranks and repetitions"),
         ("not measured", f"the default's: {lacking}" if lacking else None),
-        ("written", args.out),
+        ("written", written(args.out, args.json)),
     ]
     if args.no_store or args.out:
         tail += [("stored", "no"), ("plans", "unchanged")]

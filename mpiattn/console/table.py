@@ -23,6 +23,11 @@ def facts(pairs):
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in pairs)
 
 
+def written(*paths):
+    """The names of the files that a command has written, in words; paths: None and "-" for what is no file."""
+    return ", ".join(str(path) for path in paths if path not in (None, "-"))
+
+
 def duration(seconds):
     """Seconds in a readable unit."""
     if seconds < 1e-3:

@@ -18,6 +18,7 @@ from ..model.tuned import machine_for
 from ..problem.layout import Layout, of_sizes
 from ..problem.problem import dims_in_words, partial_dtype
 from ..schedule import reduction
+from ..system.words import number
 from .capacity import check_capacity
 from .combine import Combiner
 from .options import CacheOptions, checked_tokens, tokens_name
@@ -323,9 +324,10 @@ class KVCache(Collective):
             return f"{type(self).__name__}(not made)"
         dims = dims_in_words(self.head_dim, self.value_dim, self.shared_kv)
         return (
-            f"{type(self).__name__}({self.sequences} sequences, {sum(self.lengths)} of {self.capacity} tokens, "
-            f"{self.kv_heads} KV heads x {dims}, {self.dtype}; {self.ranks} ranks, pages of {self.page_size}, "
-            f"{self.backend}; {'closed' if self._home is None else 'open'})"
+            f"{type(self).__name__}({number(self.sequences, 'sequence')}, "
+            f"{sum(self.lengths)} of {number(self.capacity, 'token')}, {number(self.kv_heads, 'KV head')} x {dims}, "
+            f"{self.dtype}; {number(self.ranks, 'rank')}, pages of {self.page_size}, {self.backend}; "
+            f"{'closed' if self._home is None else 'open'})"
         )
 
     @property

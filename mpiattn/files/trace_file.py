@@ -6,11 +6,16 @@ in several lanes where they overlap.  Times are microseconds since the first eve
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..errors import FileError
 from ..schedule.kinds import NAMES
+from ..schedule.timeline import Moved, StepTimes, Timeline
 from ..system.atomic_file import JSON, NewFile
+from ..system.os_errors import reason
 from ..system.words import number
 from ..version import __version__
 
@@ -26,6 +31,9 @@ Regroup = tuple[str, bool, int]  # the exchange before a direction's pass or, Tr
 LANES = 64  # of a thread at most, by which their numbers are apart
 THREADS = ("passes", "blocks", "waits", "regrouping", *NAMES)  # in the order in which they are shown
 MICRO = 1000  # nanoseconds
+MICROSECONDS = 1e6  # in a second
+GZIP = b"\x1f\x8b"  # with which a packed file begins
+NO_TRACE = "it is no file of --trace or save_trace"
 
 
 class Ends(NamedTuple):
@@ -217,3 +225,81 @@ def _in_lanes(slices: Iterator[Slice]) -> Iterator[tuple[Slice, str, int]]:
         lane = next((i for i, end in enumerate(until) if end <= piece.start), len(until))
         until[lane : lane + 1] = [piece.stop]
         yield piece, piece.thread, lane
+
+
+# Reading
+
+
+class RankPass(NamedTuple):
+    """A pass of a rank, as a file of traces has it.
+
+    timeline: in seconds since the first rank began the pass.
+    regrouping: seconds of the exchanges before and after it.
+    sent: bytes by kind, and by "regrouping".
+    awaited: seconds of waits by kind; a wait for several kinds counts for each.
+    """
+
+    timeline: Timeline
+    regrouping: float
+    sent: dict[str, int]
+    awaited: dict[str, float]
+
+
+def read(name: str, path: str | PathLike[str]) -> dict[str, dict[int, RankPass]]:
+    """The passes in a file of traces, which may be packed by gzip: by direction and rank.
+
+    Raises FileError, which names the argument `name`, if it is no such file.
+    """
+    try:
+        with open(path, "rb") as file:
+            content = file.read()
+        if content.startswith(GZIP):
+            content = gzip.decompress(content)
+        passes = _passes(json.loads(content)["traceEvents"])
+    except OSError as error:
+        raise FileError(f"{name} is {str(path)!r}; it cannot be read: {reason(error)}") from None
+    except (ValueError, KeyError, TypeError, EOFError, zlib.error) as error:
+        raise FileError(f"{name} is {str(path)!r}; {NO_TRACE} ({type(error).__name__}: {error})") from None
+    if not passes:
+        raise FileError(f"{name} is {str(path)!r}; {NO_TRACE} (it has no passes)")
+    return passes
+
+
+def _passes(some: list[Event]) -> dict[str, dict[int, RankPass]]:
+    """The passes of events, by direction and rank."""
+    slices: dict[str, dict[int, list[Event]]] = {}
+    for event in sorted((event for event in some if event["ph"] == "X"), key=lambda event: event["ts"]):
+        slices.setdefault(event["args"]["pass"], {}).setdefault(event["pid"], []).append(event)
+    passes = {}
+    for direction in sorted(slices, reverse=True):  # forward first
+        by_rank = slices[direction]
+        first = min(event["ts"] for shown in by_rank.values() for event in shown if event["cat"] == "passes")
+        passes[direction] = {rank: _pass_of(direction, by_rank[rank], first) for rank in sorted(by_rank)}
+    return passes
+
+
+def _pass_of(direction: str, shown: list[Event], first: float) -> RankPass:
+    """A pass of a rank from its events in order of time; first: microseconds at which the pass began."""
+    steps: dict[int, StepTimes] = {}
+    moves, regrouping = [], 0.0
+    sent: dict[str, int] = {}
+    awaited: dict[str, float] = {}
+    for event in shown:
+        thread, arguments = event["cat"], event["args"]
+        begun, ended = (event["ts"] - first) / MICROSECONDS, (event["ts"] + event["dur"] - first) / MICROSECONDS
+        if thread == "blocks":
+            steps[arguments["step"]] = StepTimes(begun, ended, ended)
+        elif thread == "waits":
+            posted = steps[arguments["step"]].posted
+            steps[arguments["step"]] = StepTimes(posted, begun, ended)
+            for kind in {transfer.split()[0].rstrip(",") for transfer in arguments["for"]}:
+                awaited[kind] = awaited.get(kind, 0.0) + ended - begun
+        elif thread == "regrouping":
+            regrouping += ended - begun
+        elif thread in NAMES:
+            moves.append(Moved(thread, arguments["hop"], arguments["step"], begun, ended))
+        if thread != "passes" and "sent_bytes" in arguments:
+            sent[thread] = sent.get(thread, 0) + arguments["sent_bytes"]
+    times = tuple(steps[step] for step in sorted(steps))
+    seconds = next(event["dur"] for event in shown if event["cat"] == "passes") / MICROSECONDS
+    return RankPass(Timeline(direction, times, tuple(moves), seconds), regrouping, sent, awaited)

@@ -9,6 +9,7 @@ from .style import COLORS, GRAY, HATCH, INK, PALE, passes_in_words
 
 BAR = 0.17  # height of a tile's bar in inches, about
 LABEL = 0.75  # room for labels, as a share of the longest bar
+SAME = 0.0005  # share below which a saving is called none
 SUMS = {"forward": GRAY, "backward": PALE}  # bytes of a pass where both are planned
 
 
@@ -66,6 +67,8 @@ def _sent_words(entry):
     words, saving, times = [size(_total(entry))], entry["saving"], entry["times_least"]
     if entry.get("method") == "Ring":
         words.append("Ring")
+    elif saving is not None and abs(saving) < SAME:
+        words.append("as much as Ring")
     elif saving is not None:
         words.append(f"{percent(saving)} less" if saving >= 0 else f"{1 - saving:.3g} x Ring")
     if times is not None:

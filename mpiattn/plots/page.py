@@ -7,7 +7,7 @@ from .assignment import draw_assignment, draw_tile
 from .listed import BAR, draw_sent, draw_times, rows
 from .mesh import draw_mesh
 from .style import new_figure, styled
-from .timeline import LANE, LANES_LABEL, draw_lanes, lanes, of_rank, slowest, summary
+from .timeline import LANE, draw_lanes, lanes, lanes_label, of_rank, slowest, summary
 
 WIDTH, TOP = 13.0, 4.4  # inches
 EQUAL = 0.9  # least work of a block over the most, from which on all count as equal
@@ -24,6 +24,7 @@ def page(problem, work, load, schedules, timelines, title, data):
     rank, first, whole = slowest(timelines[0]), schedules[0], parse_tile(data["tile"], data["ranks"])
     heights = [LANE * len(lanes(of_rank(predicted, rank))) + 0.25 for predicted in timelines]
     bars = [BAR * len(rows(data)) + 0.7] if whole.ranks > 1 else []
+    title += f"\nshown is rank {rank}: none ends the {first.direction} pass later"
     figure = new_figure(WIDTH, TOP + sum(bars) + sum(heights) + 0.6, title, left=0.005)
     grid = figure.add_gridspec(1 + len(bars) + len(timelines), 1, height_ratios=[TOP, *bars, *heights])
     top = grid[0].subgridspec(1, 3, width_ratios=[1, 1, 0.75])
@@ -46,13 +47,14 @@ def page(problem, work, load, schedules, timelines, title, data):
         beside = grid[1].subgridspec(1, 2, width_ratios=[1.5, 1])
         draw_sent(figure.add_subplot(beside[0]), data)
         draw_times(figure.add_subplot(beside[1]), data)
-    until = max(predicted.seconds for predicted in timelines) or None
+    until, drawn = max(predicted.seconds for predicted in timelines) or None, []
     for row, predicted in enumerate(timelines, 1 + len(bars)):
         axes = figure.add_subplot(grid[row])
+        drawn.append(axes)
         draw_lanes(axes, predicted, rank, until)
         of_plane = " of a plane" if whole.h > 1 else ""
         axes.set_title(f"Rank {rank}{of_plane} in the {predicted.direction} pass: {summary(of_rank(predicted, rank))}")
-    axes.set_xlabel(LANES_LABEL)
+    axes.set_xlabel(lanes_label(*drawn))
     return figure
 
 

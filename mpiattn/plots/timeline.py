@@ -19,7 +19,8 @@ NARROW = 3.0  # points; narrower bars are drawn without edges, which would cover
 SAME_TIME = 0.1  # overlap of two transfers, as a share of the later one, that is ignored
 
 LABEL = "time since the pass began; hatched: waiting for what arrives and what leaves"
-LANES_LABEL = f"{LABEL}; lanes of kinds: what arrives, #hop"
+LANES_LABEL = f"{LABEL}; lanes of kinds: what arrives"
+HOPS_LABEL = f"{LANES_LABEL}, #n: from the rank n hops away"
 
 
 class Bar(NamedTuple):
@@ -109,6 +110,24 @@ def _draw_bars(axes, bars, bottom, height):
             centred(axes, middle, y + tall / 2, bar.text, color=INK, fontsize=7 if levels == 1 else 6)
 
 
+def lanes_label(*drawn):
+    """What the time axis below some axes of lanes says; hops are explained where bars are wide enough to name them."""
+    names_hops = any(text.get_text().startswith("#") for axes in drawn for text in axes.texts)
+    return HOPS_LABEL if names_hops else LANES_LABEL
+
+
+def _draw_key(figure, kinds):
+    """Draw the colors of blocks, waiting and some kinds below a figure."""
+    from matplotlib.patches import Patch
+
+    looks = {
+        name: {"facecolor": COLORS[name], "edgecolor": INK, "linewidth": 0.4} for name in ("blocks", "waiting", *kinds)
+    }
+    looks["waiting"]["hatch"] = HATCH
+    handles = [Patch(**look, label=name) for name, look in looks.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+
+
 def _frame(axes, ticks, until):
     axes.set(xlim=(0, until), ylim=(0, len(ticks)))
     axes.set_yticks([len(ticks) - 0.5 - i for i in range(len(ticks))], ticks)
@@ -167,9 +186,16 @@ def timeline(entries, ranks=None, title=None):
     grid = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=heights)
     for (name, times, some), axes in zip(shown, grid[:, 0]):
         last = max(some, key=lambda rank, times=times: of_rank(times, rank).steps[-1].ended)
-        (draw_ranks(axes, times, some, until) if ranks else draw_lanes(axes, times, some[0], until))
-        axes.set_title(f"{name}, rank {last}: {summary(of_rank(times, last))}")
-    grid[-1, 0].set_xlabel(f"{LABEL}; lines: {', '.join(_kinds(shown))} that arrive" if ranks else LANES_LABEL)
+        if ranks:
+            draw_ranks(axes, times, some, until)
+        else:
+            draw_lanes(axes, times, some[0], until)
+        axes.set_title(f"{name}, rank {last}, which ends last: {summary(of_rank(times, last))}")
+    if ranks:
+        grid[-1, 0].set_xlabel(f"{LABEL}; thin bars: what arrives")
+        _draw_key(figure, _kinds(shown))
+    else:
+        grid[-1, 0].set_xlabel(lanes_label(*grid[:, 0]))
     return figure
 
 

@@ -13,6 +13,7 @@ from ..errors import ArgumentError
 from ..masks.interval_mask import IntervalMask, check_fits, checked_mask
 from ..system.closest import of_choices
 from ..system.values import UNLIMITED, truth, whole_number
+from ..system.words import number
 from .mask import MASK_FIELDS, Mask, Window
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -224,8 +225,10 @@ class Problem:
 
     def __str__(self) -> str:
         """The problem in one line."""
-        tokens = f"{self.seqlen} tokens" if self.seqlen_k == self.seqlen else f"{self.seqlen} x {self.seqlen_k} tokens"
-        heads = f"{self.heads} heads" + (f" ({self.kv_heads} KV)" if self.kv_heads != self.heads else "")
+        tokens = number(self.seqlen, "token")
+        if self.seqlen_k != self.seqlen:
+            tokens = f"{self.seqlen} x {number(self.seqlen_k, 'token')}"
+        heads = number(self.heads, "head") + (f" ({self.kv_heads} KV)" if self.kv_heads != self.heads else "")
         dims = dims_in_words(self.head_dim, self.value_dim, self.shared_kv)
         return f"batch {self.batch}, {tokens}, {heads} x {dims}, {self.dtype}, {self.whole_mask}"
 

@@ -9,8 +9,15 @@ if TYPE_CHECKING:
 
 
 def number(count: Any, noun: str) -> str:
-    """A number of things: "1 row", "2 rows"."""
-    return f"{count} {noun}{'s' * (count != 1)}"
+    """A number of things: "1 row", "2 rows", "2 queries", "1 to 2 rows"; count may be a `span`."""
+    return f"{count} {noun if str(count) == '1' else plural(noun)}"
+
+
+def plural(noun: str) -> str:
+    """Several of a thing: "rows", "queries", "keys"."""
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return f"{noun[:-1]}ies"
+    return f"{noun}s"
 
 
 def span(values: Collection[Any], show: Callable[[Any], str] = str) -> str:

@@ -106,7 +106,7 @@ def measure(job, nodes, backend, dtypes, head_dim, seconds, progress=lambda seco
         merging=samples["merging"].typical,
         collective=together.typical,
         combining=combining.factors(combined or {}, head_dim, nodes, *sides.values()),
-        assumes=f"measured by mpiattn tune: {len(nodes)} ranks on {number(several, 'node')}, "
+        assumes=f"measured by mpiattn tune: {number(len(nodes), 'rank')} on {number(several, 'node')}, "
         f"{host.processor()}, {backend.name} back end, head_dim {head_dim}"
         + "".join(f"; {field} of the default ({why})" for field, why in lacking.items()),
     )

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from ..system.words import number
 from . import reference
 from .compare import WORK_LIMIT, Errors, steps
 from .reference_biases import BlockSums, KeySums, SlopeSums
@@ -45,7 +46,7 @@ class BiasReport(NamedTuple):
         parts = [f"{name} off by {error:.1e}" for name, error in self.errors.items()]
         text = f"{', '.join(parts) or 'gradients of biases need all rows'} (may be {self.tolerance:.0e})"
         if self.dbias_error is not None:
-            text = f"{self.rows} of {self.of_rows} rows of tiles, {text}"
+            text = f"{self.rows} of {number(self.of_rows, 'row')} of tiles, {text}"
         if self.differing:
             text += f", {self.differing} elements are finite on one side only"
         return f"{text}: {'passed' if self.passed else 'FAILED'}"

@@ -7,6 +7,7 @@ from mpi4py import MPI
 
 from ..comm.rounds import PIECE_BYTES
 from ..problem.mask import MASK_FIELDS
+from ..system.words import number
 from . import reference
 
 WORK_LIMIT = 2e11  # operations of float64 attention per rank: tens of seconds on one core
@@ -69,13 +70,13 @@ class Report(NamedTuple):
         return self.out_error <= self.tolerance and self.lse_error <= self.lse_tolerance and not self.differing
 
     def __str__(self):
-        rows = f"all {self.rows} rows"
+        rows = f"all {self.rows} rows" if self.rows > 1 else number(self.rows, "row")
         if self.rows != self.of_rows:
             rows = f"{self.rows} of {self.of_rows} rows, a seeded sample with the first, last and edges"
         if self.padding:
-            rows += f", {self.padding} tokens of padding"
+            rows += f", {number(self.padding, 'token')} of padding"
         if self.without_keys:
-            rows += f", {self.without_keys} tokens that see no key"
+            rows += f", {number(self.without_keys, 'token')} without a visible key"
         text = (
             f"{rows}: out off by {self.out_error:.1e} (may be {self.tolerance:.0e}), "
             f"lse by {self.lse_error:.1e} (may be {self.lse_tolerance:.0e})"

@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 from ..comm.agreement import everywhere
 from ..errors import VerificationError
+from ..system.words import number
 from .compare import MOST, WORK_LIMIT, Errors, accumulation_error, choose_rows, largest, rounding_error, verify
 from .sweep import key_turns, sweep
 
@@ -51,8 +52,8 @@ class GradientReport(NamedTuple):
     def __str__(self):
         sampled = (self.rows, self.keys) != (self.of_rows, self.of_keys)
         text = (
-            f"{self.rows} of {self.of_rows} rows: dq off by {self.dq_error:.1e}; {self.keys} of {self.of_keys} "
-            f"keys: dk by {self.dk_error:.1e}"
+            f"{self.rows} of {number(self.of_rows, 'row')}: dq off by {self.dq_error:.1e}; "
+            f"{self.keys} of {number(self.of_keys, 'key')}: dk by {self.dk_error:.1e}"
             + ("" if self.dv_error is None else f", dv by {self.dv_error:.1e}")
             + f" (may be {self.tolerance:.0e})"
         )
