@@ -52,12 +52,12 @@ def test_keys_that_hold_the_values(tmp_path):
     source, wide = tmp_path / "in.h5", tmp_path / "wide.h5"
     made = ["--seqlen", "50", "--heads", "4", "--kv-heads", "2", "--head-dim", "24", "--value-dim", "16", "--dout"]
     assert main(["generate", str(source), *made, "--shared-kv"]) == 0
-    outcome = run(3, source, tmp_path / "out.h5", "--verify", "--backward", "--causal")
+    outcome = run(3, source, tmp_path / "out.h5", "--verify", "--backward", "--causal", "--scale", "0.25")
     assert outcome.stdout.count("passed") == 2 and "dv" not in outcome.stdout
     with h5py.File(source) as file, h5py.File(tmp_path / "out.h5") as out, h5py.File(wide, "w") as turned:
         assert sorted(file) == ["dout", "k", "q"] and sorted(out) == ["dk", "dq", "lse", "out"]
         q, k, dout = (file[name][:] for name in ("q", "k", "dout"))
-        dq, dk, dv = reference.backward(dout, q, k, k[..., :16], causal=True)
+        dq, dk, dv = reference.backward(dout, q, k, k[..., :16], causal=True, scale=0.25)
         dk[..., :16] += dv
         for name, ref in (("dq", dq), ("dk", dk)):
             assert np.abs(out[name][:] - ref).max() < 1e-5 * np.abs(ref).max()
@@ -68,7 +68,12 @@ def test_keys_that_hold_the_values(tmp_path):
     assert "its attribute value_dim is 25, it must be a whole number from 1 to head_dim, which is 24" in said
     with h5py.File(wide, "r+") as turned:
         turned.attrs["value_dim"] = 16
-    assert "passed" in run(2, wide, tmp_path / "turned.h5", "--axes", "bhsd", "--causal", "--verify").stdout
+    assert (
+        "passed"
+        in run(2, wide, tmp_path / "turned.h5", "--axes", "bhsd", "--causal", "--verify", "--scale", "1").stdout
+    )
+    said = run(2, wide, tmp_path / "no.h5", "--axes", "bhsd", check=False).stderr
+    assert "scale is left out; where keys hold the values (shared_kv) it must be given (of a command: --scale)" in said
 
 
 def test_more_than_one_piece(tmp_path):

@@ -127,7 +127,7 @@ class OneRank:
         if self.known:
             return
         tokens = -(-problem.seqlen // ranks)
-        shape = {name: getattr(problem, name) for name in SHAPE}
+        shape = {name: getattr(problem, name) for name in (*SHAPE, "scale")}
         plan = MeshAttention(MPI.COMM_SELF, seqlen=tokens, backend=backend.name, **shape)
         self.subject = Subject(plan, Tensors(plan.problem).inputs(range(tokens), range(tokens)), passes)
         self.subject.forward = plan.forward(*self.subject.inputs)

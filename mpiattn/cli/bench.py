@@ -161,6 +161,7 @@ def _sweep(job, args):
         layouts = [options.layout_of(args, comm.size, seqlen) for seqlen in seqlens]
         asked = cases(comm.size, seqlens, args.tile, args.schedule, args.route, args.no_overlap, planes)
     how = options.given(args, *options.SHAPE, *options.MASKS, *PLAN, "direction", "timeout")
+    how["scale"] = how["head_dim"] ** -0.5  # that of random numbers, also where it has no default
     how |= {"layout": layouts[0], "mask": mask}
     biases = options.given(args, "alibi", "bias")
     data, passes = {"mpiattn": __version__, "ranks": comm.size, **_environment(peers)}, []

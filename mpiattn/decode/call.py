@@ -14,7 +14,7 @@ from ..comm.refusal import of_call
 from ..comm.whole_arrays import check_root
 from ..errors import ArgumentError
 from ..masks.interval_mask import checked_mask
-from ..problem.problem import Problem
+from ..problem.problem import Problem, check_scale_given
 from ..system.choices import one_of
 from .biases import DecodeBiases, checked_functions
 from .combine import Partial, partial_bytes
@@ -36,6 +36,7 @@ def _problem_of(cache, queries, heads, arguments):
     scores = {name: getattr(arguments, name) for name in ("causal", "window", "softcap", "scale")}
     key = repr((queries, heads, *scores.values()))
     if key not in cache.last_problem:
+        check_scale_given(arguments.scale, cache.shared_kv, cache.head_dim)
         longest = cache.ranks * cache.pages * cache.page_size
         problem = Problem(
             seqlen=queries,

@@ -63,7 +63,7 @@ def tree_decode(
     softcap : float, default None
         A score s becomes softcap * tanh(s / softcap); None or 0 for none.
     scale : float, default 1/sqrt(head_dim)
-        Factor of the scores.
+        Factor of the scores; it has no default for a cache with shared_kv.
     sinks : array, (heads,), default None
         Attention sinks in lse's dtype, the same on every rank: one more score for every query of a head, with
         value 0.

@@ -68,6 +68,7 @@ class MeshAttention(Lifetime):
         Tokens of the keys and elements of a value.
     shared_kv : bool, default False
         Whether a value is the first value_dim elements of its key (absorbed MLA): v is None, dk has both gradients.
+        scale must then be given: that of the layer before its absorption.
     mask : mask of `mpiattn.masks`, default None
         Several intervals of keys a query: neighbourhoods on a grid, global tokens, lists of ranges and others.  Its
         positions are those of the whole sequence, also with documents.  A query sees the keys that this and all other

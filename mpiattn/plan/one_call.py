@@ -81,7 +81,7 @@ def attention(
     causal : bool, default False
         Whether query i sees only keys j <= i + seqlen_k - seqlen (bottom-right aligned).
     scale : float, default 1/sqrt(head_dim)
-        Factor of the scores.
+        Factor of the scores; it has no default where v is None.
     layout : str, Layout, tuple of int, or pair of the latter two, default "contiguous"
         The tokens of each rank: "contiguous", "striped", "zigzag" or as in `MeshAttention`.
     verify : bool, default False

@@ -14,7 +14,7 @@ from ..comm.transport import make_backend
 from ..model import search
 from ..model.space import SearchSpace, allowed_schedules
 from ..model.tuned import machine_for
-from ..problem.problem import Problem
+from ..problem.problem import Problem, check_scale_given
 from ..system.values import AsGiven
 from .decision import Decision
 from .options import Options
@@ -41,6 +41,7 @@ def settle(home: Home, peers: Peers, asked: Asked) -> tuple[Decision, Backend]:
     ranks, given = peers.size, asked.options
     with agreement(peers, call="making a plan") as same:
         problem = Problem(**asked.problem)
+        check_scale_given(asked.problem["scale"], problem.shared_kv, problem.head_dim)
         checked = given.checked(problem, ranks)
         same |= for_record(Problem, vars(problem))
         same["expected_cu_seqlens"] = None  # compared before the layouts, which follow from it

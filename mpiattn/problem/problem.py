@@ -96,6 +96,16 @@ def check_shared_kv(shared_kv: Any, head_dim: int, value_dim: int) -> bool:
     return shared_kv
 
 
+def check_scale_given(scale: object, shared_kv: bool, head_dim: int) -> None:
+    """Raise ArgumentError where no default of `scale` is right."""
+    if scale is None and shared_kv:
+        raise ArgumentError(
+            "scale is left out; where keys hold the values (shared_kv) it must be given (of a command: --scale): that "
+            "of the layer before its absorption, in MLA 1/sqrt(nope + rope), such as 192**-0.5 for 128 + 64; it does "
+            f"not follow from head_dim, here {head_dim}, which counts compressed numbers"
+        )
+
+
 def dims_in_words(head_dim: int, value_dim: int, shared_kv: bool) -> str:
     """The dims of keys and values, such as "576 (512 of values, in the keys)"."""
     values = ", ".join([f"{value_dim} of values"] * (shared_kv or value_dim != head_dim) + ["in the keys"] * shared_kv)

@@ -123,6 +123,7 @@ def draw_case(seed, index, size):
     }
     if rng.random() < 0.2:
         plan |= {"shared_kv": True, "value_dim": min(plan["value_dim"], plan["head_dim"])}
+        plan["scale"] = plan["scale"] or 0.25  # which has no default there
     if rng.random() < 0.4:
         plan["tile"] = rng.choice(every_tile(ranks, plan["heads"], plan["kv_heads"], batch))
     causal = plan["causal"] or plan["prefix"] > 0 or plan["causal_block"] is not None

@@ -95,6 +95,8 @@ class Mirror:
 
     def check(self, queries=1, heads=None, algorithms=ALGORITHMS, **how):
         """Every algorithm against dense attention; of a tree every rank has the same bits."""
+        if self.cache.shared_kv:  # which has no default
+            how = {"scale": 0.2} | how
         q = self.draw(len(how.get("sequences", self.whole)), queries, heads or 2 * self.shapes[0][0], self.shapes[0][1])
         for algorithm in algorithms:
             call = {**how, "algorithm": algorithm} if algorithm in ALGORITHMS else how

@@ -23,7 +23,11 @@ pytestmark = embedded.needed
         ("seqlen=37, heads=4, head_dim=8, batch=2, window=5,", {"batch": 2, "window": (5, None)}, "float32"),
         ("seqlen=37, heads=4, head_dim=8, dtype=bfloat16, layout=zigzag", {"layout": "zigzag"}, "bfloat16"),
         ("seqlen=37, heads=4, head_dim=8, dtype=float64, value_dim=6, scale=0.5", {"value_dim": 6, "scale": 0.5}, None),
-        ("seqlen=37, heads=4, head_dim=8, shared_kv=true, value_dim=6", {"shared_kv": True, "value_dim": 6}, "float32"),
+        (
+            "seqlen=37, heads=4, head_dim=8, shared_kv=true, value_dim=6, scale=.5",
+            {"shared_kv": True, "value_dim": 6, "scale": 0.5},
+            "float32",
+        ),
     ],
 )
 def test_the_numbers_of_python(c, comm, text, options, dtype):

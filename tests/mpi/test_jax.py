@@ -325,7 +325,15 @@ def test_only_gradients_that_are_wanted(plan, qkv, calls):
 def test_bits_are_those_of_the_plan(comm, dtype):
     """In every dtype; with one array for keys and values in float32."""
     shared, x64 = dtype == "float32", dtype == "float64"
-    options = {"seqlen": 26, "heads": 2, "head_dim": 4, "value_dim": 3, "dtype": dtype, "shared_kv": shared}
+    options = {
+        "seqlen": 26,
+        "heads": 2,
+        "head_dim": 4,
+        "value_dim": 3,
+        "dtype": dtype,
+        "shared_kv": shared,
+        "scale": 0.5,
+    }
     try:
         jax.config.update("jax_enable_x64", x64)
         with MeshAttention(comm, **options) as plan:

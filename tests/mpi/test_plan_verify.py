@@ -24,7 +24,7 @@ CASES = [
     ),
     ({"causal": True, "layout": "zigzag"}, {"lengths": [45, 0], "prefixes": [2, 4]}),
     ({"seqlen_k": 31, "causal": True}, {"lengths": [20, 45], "lengths_k": [31, 5]}),
-    ({"shared_kv": True, "kv_heads": 1, "causal": True, "causal_block": 4}, {}),
+    ({"shared_kv": True, "scale": 0.3, "kv_heads": 1, "causal": True, "causal_block": 4}, {}),
     ({"seqlen": 3, "seqlen_k": 2}, {}),
     ({"seqlen": 0, "seqlen_k": 9}, {}),
     ({"seqlen": 9, "seqlen_k": 0}, {}),

@@ -18,6 +18,7 @@ from mpiattn.schedule.reduction import ALGORITHMS
 
 LAYOUTS = "contiguous", "striped", "zigzag"
 WAYS = ("greedy", "direct"), ("greedy", "ring"), ("collective", "direct")  # schedule and route
+SHARED = {"shared_kv": True, "scale": 0.2}  # which has no default there
 KINDS = (1, "float64"), (2, "float32"), (1, "float16"), (2, "bfloat16")  # KV heads and dtype
 
 
@@ -27,7 +28,7 @@ KINDS = (1, "float64"), (2, "float32"), (1, "float16"), (2, "bfloat16")  # KV he
 def test_dense(comm, layout, how):
     """Every tile; several query heads share a key, so that dk is a sum over them as well."""
     (kv_heads, dtype), (schedule, route) = how
-    shape = {"heads": 4, "kv_heads": kv_heads, "head_dim": 12, "value_dim": 7, "dtype": dtype, "shared_kv": True}
+    shape = {"heads": 4, "kv_heads": kv_heads, "head_dim": 12, "value_dim": 7, "dtype": dtype, **SHARED}
     for batch, tile in zip((1, 2, 1, 2, 1), tiles(comm.size)):
         how = {"tile": tile, "layout": layout, "schedule": schedule, "route": route}
         check(comm, batch=batch, seqlen=41, seqlen_k=50, causal=True, sinks=True, **shape, **how)
@@ -38,7 +39,7 @@ def test_dense(comm, layout, how):
 def test_absorbed_mla(group, dtype):
     """The shape that it is for, on the back ends that compute on CPUs."""
     shape = {"seqlen": 70, "heads": 6, "kv_heads": 1, "head_dim": 576, "value_dim": 512, "dtype": dtype}
-    arguments = {**shape, "shared_kv": True, "causal": True}
+    arguments = {**shape, **SHARED, "causal": True}
     check(group, backends=("numpy", "deferred"), **arguments)
     if not backends.find("cpu").missing():
         check(group, backends=("cpu",), terms=True, **arguments)
@@ -47,7 +48,7 @@ def test_absorbed_mla(group, dtype):
 @on(4)
 @pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
 def test_masks_and_documents(group, wire_dtype):
-    shape = {"batch": 2, "seqlen": 45, "heads": 2, "kv_heads": 1, "head_dim": 10, "value_dim": 4, "shared_kv": True}
+    shape = {"batch": 2, "seqlen": 45, "heads": 2, "kv_heads": 1, "head_dim": 10, "value_dim": 4, **SHARED}
     for mask in ({"window": (5, 2)}, {"causal": True, "prefix": 3, "softcap": 2.0}):
         check(group, wire_dtype=wire_dtype, terms=True, **mask, **shape)
     check(group, call={"cu_seqlens": [0, 7, 7, 30, 45]}, causal=True, wire_dtype=wire_dtype, terms=True, **shape)
@@ -57,7 +58,7 @@ def test_bytes_are_the_formula(comm):
     """Counted at MPI in both passes; 47 % less in a column than with an array v."""
     shape = {"seqlen": 8 * comm.size, "heads": 2, "kv_heads": 1, "head_dim": 9, "value_dim": 8, "layout": "striped"}
     for tile, schedule in product(tiles(comm.size), ("greedy", "collective")):
-        with MeshAttention(comm, **shape, shared_kv=True, tile=tile, schedule=schedule) as plan:
+        with MeshAttention(comm, **shape, **SHARED, tile=tile, schedule=schedule) as plan:
             cut = (lengths(plan.q_layout), lengths(plan.k_layout)), plan.tile, comm.rank
             q, k, v, dout, *_ = my_chunks(plan, *draw_all(plan.problem))
             out, lse = plan.forward(q, k)
@@ -83,7 +84,7 @@ def test_bytes_are_the_formula(comm):
 def test_memory(comm):
     """What a plan says that it needs is less by v and what v would need, in both passes."""
     shape = {"seqlen": 512 * comm.size, "heads": 1, "head_dim": 16, "layout": "contiguous", "tile": (1, comm.size)}
-    with MeshAttention(comm, **shape) as apart, MeshAttention(comm, **shape, shared_kv=True) as together:
+    with MeshAttention(comm, **shape) as apart, MeshAttention(comm, **shape, **SHARED) as together:
         less = apart.nbytes - together.nbytes
         assert less >= 512 * 16 * 4 * (1 + (comm.size > 1))
         for plan in (apart, together):
@@ -93,7 +94,7 @@ def test_memory(comm):
 
 
 def test_memory_of_the_caller(comm):
-    arguments = {"seqlen": 40, "heads": 2, "kv_heads": 1, "head_dim": 8, "value_dim": 6, "shared_kv": True}
+    arguments = {"seqlen": 40, "heads": 2, "kv_heads": 1, "head_dim": 8, "value_dim": 6, **SHARED}
     inputs = draw_all(problem_of(arguments))
     with MeshAttention(comm, **arguments) as plan:
         chunks = my_chunks(plan, *inputs)
@@ -105,20 +106,54 @@ def test_memory_of_the_caller(comm):
 
 
 def test_attention_in_one_call(comm):
-    arguments = {"seqlen": 40, "heads": 2, "kv_heads": 1, "head_dim": 8, "value_dim": 6, "shared_kv": True}
+    arguments = {"seqlen": 40, "heads": 2, "kv_heads": 1, "head_dim": 8, "value_dim": 6, **SHARED}
     problem = problem_of({**arguments, "causal": True})
     inputs = draw_all(problem)
     ref = expected(inputs, False, **masks(problem))
     at = np.array_split(np.arange(40), comm.size)[comm.rank]
     for _ in range(2):  # the second time it takes the plan that it has made
-        result = mpiattn.attention(inputs.q[:, at], inputs.k[:, at], None, comm=comm, causal=True, value_dim=6)
+        result = mpiattn.attention(
+            inputs.q[:, at], inputs.k[:, at], None, comm=comm, causal=True, value_dim=6, scale=0.2
+        )
         agreed(comm, wrong(problem, type(ref)(*result), ref, inputs, at, at))
     assert "value_dim must say" in same_error(comm, lambda: mpiattn.attention(inputs.q, inputs.k, None, comm=comm))
 
 
+def test_absorbed_is_not_absorbed(comm):
+    """MLA with keys and values made of compressed ones, and absorbed: the same, with the scale of the first."""
+    heads, nope, rope, compressed = 4, 8, 4, 16
+    rng = np.random.default_rng(comm.rank)
+    c, k_rope = rng.standard_normal((1, 5, 1, compressed)), rng.standard_normal((1, 5, 1, rope))
+    q_nope, q_rope = rng.standard_normal((1, 5, heads, nope)), rng.standard_normal((1, 5, heads, rope))
+    to_keys, to_values = np.random.default_rng(0).standard_normal((2, heads, 8, compressed))
+    k = np.concatenate([np.einsum("bjxl,hnl->bjhn", c, to_keys), np.repeat(k_rope, heads, 2)], -1)
+    v = np.einsum("bjxl,hdl->bjhd", c, to_values)
+    plain, _ = mpiattn.attention(np.concatenate([q_nope, q_rope], -1), k, v, comm=comm, causal=True)
+    q = np.concatenate([np.einsum("bihn,hnl->bihl", q_nope, to_keys), q_rope], -1)
+    of_keys = np.concatenate([c, k_rope], -1)
+    how = {"value_dim": compressed, "comm": comm, "causal": True}
+    out, _ = mpiattn.attention(q, of_keys, None, scale=(nope + rope) ** -0.5, **how)
+    np.testing.assert_allclose(np.einsum("bihl,hdl->bihd", out, to_values), plain, atol=1e-12)
+    said = same_error(comm, lambda: mpiattn.attention(q, of_keys, None, **how))
+    assert said.startswith("scale is left out; where keys hold the values") and "head_dim, here 20," in said
+
+
+def test_scale_has_no_default(comm):
+    shape = {"head_dim": 8, "value_dim": 6, "shared_kv": True}
+    said = same_error(comm, lambda: MeshAttention(comm, seqlen=12, heads=2, **shape))
+    assert said.startswith("scale is left out; where keys hold the values")
+    with KVCache(comm, capacity=8, kv_heads=2, **shape) as cache:
+        cache.append(np.ones((1, 2, 2, 8), np.float32))
+        q = np.ones((1, 1, 2, 8), np.float32)
+        for decode in (mpiattn.tree_decode, mpiattn.ring_decode):
+            said = same_error(comm, lambda decode=decode: decode(q, cache))
+            assert said.startswith("scale is left out; where keys hold the values")
+        mpiattn.tree_decode(q, cache, scale=0.2)
+
+
 def test_errors(comm):
     shape = {"seqlen": 12, "heads": 2, "head_dim": 8, "value_dim": 6}
-    with MeshAttention(comm, **shape, shared_kv=True) as plan, MeshAttention(comm, **shape) as other:
+    with MeshAttention(comm, **shape, **SHARED) as plan, MeshAttention(comm, **shape) as other:
         inputs = draw_all(other.problem)
         q, k, v, dout, *_ = my_chunks(plan, *inputs)
         out, lse = plan.forward(q, k)
@@ -131,11 +166,13 @@ def test_errors(comm):
             assert f"{name} is of shape" in said and "with shared_kv it is the first columns of" in said
         assert "v is None; it must be an array" in same_error(comm, lambda: other.forward(q, k))
         assert bits(*plan.forward(q, k)) == bits(out, lse)  # both plans still work
-    wide = {**shape, "value_dim": 9, "shared_kv": True}
+    wide = {**shape, "value_dim": 9, **SHARED}
     assert "value_dim is 9; with shared_kv" in same_error(comm, lambda: MeshAttention(comm, **wide))
     assert "shared_kv is 1" in same_error(comm, lambda: MeshAttention(comm, **shape, shared_kv=1))
     if comm.size > 1:
-        assert "shared_kv" in same_error(comm, lambda: MeshAttention(comm, **shape, shared_kv=comm.rank == 0))
+        assert "shared_kv" in same_error(
+            comm, lambda: MeshAttention(comm, **shape, scale=0.2, shared_kv=comm.rank == 0)
+        )
 
 
 @pytest.mark.draw(8)
