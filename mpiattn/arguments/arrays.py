@@ -15,6 +15,24 @@ if TYPE_CHECKING:
     from ..backends.base import Array, Backend
 
 
+MOST_HEADS = 256  # more are rather tokens
+
+
+def heads_first(q: tuple[int, ...] | None, k: tuple[int, ...]) -> str:
+    """Which of q and k looks like (batch, heads, tokens, head_dim); "" if neither does.
+
+    q, k: shapes, as (batch, tokens, heads, head_dim); q may be None.  They look so if they have more heads than tokens
+    and the other order is possible, in which the heads of k divide those of q.  Few tokens of grouped heads, as many of
+    k as of q, are none of the other order, of which q and k seldom have other numbers of tokens.
+    """
+    shapes = {"q": q, "k": k} if q else {"k": k}
+    if q and q[1] == k[1] and q[2] != k[2] and q[2] <= MOST_HEADS:
+        return ""
+    possible = all(shape[1] for shape in shapes.values()) and not (q and q[1] % k[1])
+    more = (name for name, (_, tokens, heads, _) in shapes.items() if heads > tokens)
+    return next(more, "") if possible else ""
+
+
 def on_host(array: Any) -> Any:
     """An array of any back end as a NumPy array: itself if on the host, else a copy from the device.
 

@@ -4,6 +4,7 @@ import contextlib
 
 import h5py
 
+from ..arguments.arrays import heads_first
 from ..errors import FileError
 from ..problem.problem import ITEMSIZE
 from . import grids
@@ -11,7 +12,6 @@ from .attributes import dim_of, has, text_of
 from .hdf5 import AXES, check_is_file, contents, dataset_of, dtype_of, file_errors, listing, natural, token_axis
 
 INPUTS = ("q", "k", "v")
-MOST_HEADS = 256  # more are rather tokens
 
 
 def order_of(group, argument, axes=None, path=None):
@@ -32,22 +32,17 @@ def order_of(group, argument, axes=None, path=None):
 def check_order(argument, path, q, k):
     """Raise FileError if tensors of an order that nobody says look like (batch, heads, seqlen, head_dim).
 
-    q, k: shapes, as (batch, seqlen, heads, head_dim); q may be None.  They look so if they have more heads than tokens
-    and the other order is possible, in which the heads of k divide those of q.  Few tokens of grouped heads, as many of
-    k as of q, are none of the other order, of which q and k seldom have other numbers of tokens.
+    q, k: as of `heads_first`.
     """
-    shapes = {"q": q, "k": k} if q else {"k": k}
-    if q and q[1] == k[1] and q[2] != k[2] and q[2] <= MOST_HEADS:
-        return
-    possible = all(shape[1] for shape in shapes.values()) and not (q and q[1] % k[1])
-    for name, (_, tokens, heads, _) in shapes.items():
-        if possible and heads > tokens:
-            say = 'axes="{}"' if argument == "path" else "--axes {}"
-            raise FileError(
-                f"{argument} is {str(path)!r}; its {name} would have {heads} heads and {tokens} tokens; say "
-                f"{say.format(AXES[1])} if it is (batch, heads, seqlen, head_dim), and {say.format(AXES[0])} if it is "
-                "(batch, seqlen, heads, head_dim) nevertheless"
-            )
+    name = heads_first(q, k)
+    if name:
+        _, tokens, heads, _ = {"q": q, "k": k}[name]
+        say = 'axes="{}"' if argument == "path" else "--axes {}"
+        raise FileError(
+            f"{argument} is {str(path)!r}; its {name} would have {heads} heads and {tokens} tokens; say "
+            f"{say.format(AXES[1])} if it is (batch, heads, seqlen, head_dim), and {say.format(AXES[0])} if it is "
+            "(batch, seqlen, heads, head_dim) nevertheless"
+        )
 
 
 def place_name(path, group):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .. import backends
+from ..arguments.arrays import heads_first
 from ..arguments.biases import BiasArguments
 from ..arguments.documents import DocumentArguments
 from ..arguments.keywords import names_of_arguments, unknown
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 OF_CALL = (*DocumentArguments._fields, "sinks", *BiasArguments._fields)
 # Plans that are kept on a communicator, and the most bytes of a rank's chunks: a larger plan takes little of its call.
 KEPT_PLANS, KEPT_PLAN_BYTES = 4, 2**24
+MANY_HEADS = 128  # more than models have: where no option says the order of axes, fewer are taken as they are
 
 
 # Of a plan, `attention` takes the options that its arrays do not say.
@@ -172,6 +174,8 @@ def attention(
             home.plans[of_ranks.tobytes()] = plan  # now the newest
             return _run(plan, given, call, verify)
         q_sizes, k_sizes, _ = map(tuple, of_ranks.T.tolist())
+        with agreement(peers):
+            _check_order(q.shape, k.shape, sum(q_sizes), sum(k_sizes))
         if isinstance(layout, str) and layout in LAYOUTS:  # the chunks are in place: a plan must not deal them out
             uneven = layout == "contiguous"
             layout = (
@@ -213,6 +217,21 @@ def _run(plan: MeshAttention, given: tuple[Array, ...], call: dict[str, Any], ve
         q, k, v = given
         plan.verify(q, k, v, *results, **call)
     return results
+
+
+def _check_order(q: tuple[int, ...], k: tuple[int, ...], tokens: int, tokens_k: int) -> None:
+    """Raise ArgumentError if q and k look like (batch, heads, tokens, head_dim).
+
+    q, k: shapes on this rank.  tokens, tokens_k: on all ranks.
+    """
+    whole = {"q": (q[0], tokens, *q[2:]), "k": (k[0], tokens_k, *k[2:])}
+    name = heads_first(*whole.values())
+    if name and whole[name][2] > MANY_HEADS:
+        raise ArgumentError(
+            f"{name} has shape {dict(q=q, k=k)[name]}, which is {whole[name][2]} heads and, of all ranks, "
+            f"{whole[name][1]} tokens; it must be (batch, tokens, heads, head_dim): np.swapaxes({name}, 1, 2) makes "
+            "that of (batch, heads, tokens, head_dim).  A MeshAttention takes so many heads of few tokens"
+        )
 
 
 def _what(array: Array) -> str:

@@ -207,7 +207,7 @@ def test_freed_communicators_leave_nothing(comm, monkeypatch):
     for _ in range(20):
         fresh = comm.Dup()
         attention(q, q, q, comm=fresh)
-        homes.append(fresh.Get_attr(mesh._KEY))
+        homes.append(fresh.Get_attr(mesh._key()))
         assert homes[-1].comm != MPI.COMM_NULL and homes[-1].users == 1
         fresh.Free()
         assert not homes[-1].plans
@@ -224,6 +224,25 @@ def test_a_communicator_freed_beside_an_open_plan(comm):
     assert home.comm != MPI.COMM_NULL
     attention(q, q, q, comm=comm)
     assert home.comm == MPI.COMM_NULL
+
+
+def test_heads_before_tokens(comm):
+    """(batch, heads, tokens, head_dim) is refused; few tokens of as many heads as models have are not."""
+    q = np.ones((1, 8, 192 * comm.size, 4), np.float32)
+    with pytest.raises(ArgumentError, match=r"^q has shape .* must be \(batch, tokens, heads, head_dim\): np.swapaxes"):
+        attention(q, q, q, comm=comm, causal=True)
+    grouped = np.ones((1, 2, 192 * comm.size, 4), np.float32)
+    with pytest.raises(ArgumentError, match=r"^k has shape \(1, 2, .* is 192 heads|^q has shape|^k has shape"):
+        attention(q, grouped, grouped, comm=comm)
+    right = np.swapaxes(q, 1, 2)
+    attention(right, right, right, comm=comm)
+    for tokens, heads, kv_heads in ((1, 128, 128), (1, 128, 1), (1, 256, 2), (0, 200, 200)):
+        few = np.ones((1, tokens, heads, 4), np.float32)
+        keys = np.ones((1, tokens, kv_heads, 4), np.float32)
+        assert attention(few, keys, keys, comm=comm)[0].shape == few.shape
+    last = np.ones((1, 1, 200, 4), np.float32)
+    keys = np.ones((1, 300, 200, 4), np.float32)
+    assert attention(last, keys, keys, comm=comm)[0].shape == last.shape  # a few queries of many keys
 
 
 def test_ranks_that_differ_beside_a_kept_plan(comm, at_least):
@@ -253,7 +272,7 @@ def test_after_a_rank_has_failed(comm, at_least):
     at_least(2)
     fresh, q = comm.Dup(), chunk_of(comm)
     expected_bits = bits(*attention(q, q, q, comm=fresh))
-    home = fresh.Get_attr(mesh._KEY)
+    home = fresh.Get_attr(mesh._key())
     comm.Barrier()
     with pytest.raises(ZeroDivisionError if comm.rank == 1 else PeerFailure), home.call("test"):
         if comm.rank == 1:
@@ -261,7 +280,7 @@ def test_after_a_rank_has_failed(comm, at_least):
         home.peers(100).barrier()
     comm.Barrier()
     assert bits(*attention(q, q, q, comm=fresh)) == expected_bits
-    assert fresh.Get_attr(mesh._KEY) is not home and not home.plans
+    assert fresh.Get_attr(mesh._key()) is not home and not home.plans
     fresh.Free()
 
 

@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from mpiattn import MeshAttention, PeerFailure
 from mpiattn.backends.wire import WireBytes
-from mpiattn.comm import channel
+from mpiattn.comm import running
 from mpiattn.comm.exchange import Exchange
 from mpiattn.comm.peers import Peers
 from mpiattn.comm.rounds import Rounds
@@ -176,14 +176,14 @@ def test_an_interrupt_as_a_call_begins(comm, at_least, monkeypatch):
     at_least(2)
     ones = np.ones((1, 12 // comm.size, 1, 4), np.float32)
     with MeshAttention(comm, seqlen=12 // comm.size * comm.size, heads=1, head_dim=4) as plan:
-        begin = channel.begin
+        begin = running.begin
 
-        def interrupted(call):
-            begin(call)
+        def interrupted(*call):
+            begin(*call)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr(channel, "begin", interrupted)
+            patched.setattr(running, "begin", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 plan.forward(ones, ones, ones)
         out, _ = plan.forward(ones, ones, ones)
