@@ -71,13 +71,18 @@ class BiasArguments(NamedTuple):
             slopes = _parameters("alibi_slopes", self.alibi_slopes, problem, 1)
             if len(slopes) != problem.heads:
                 raise ArgumentError(f"alibi_slopes has shape {slopes.shape}; it must be (heads,) = ({problem.heads},)")
-            made.append(Slopes("alibi_slopes", slopes, shift, own))
+            made.append(Slopes("alibi_slopes", slopes, shift, own, problem.places))
         if self.relative_bias is None:
             for name in ("relative_grid", "relative_cyclic"):
                 if getattr(self, name) is not None:
                     raise ArgumentError(f"{name} is given without relative_bias, which alone depends on it")
             return made
         grid, cyclic = self._grid(problem)
+        if grid is not None and problem.places is not None:
+            raise ArgumentError(
+                f"relative_grid is given with mask {problem.mask}, whose tokens are at places of a line; give "
+                "relative_bias without relative_grid, of the distances on it"
+            )
         table = _parameters("relative_bias", self.relative_bias, problem, 1 + len(grid or (0,)))
         if any(count % 2 == 0 for count in table.shape[1:]):
             raise ArgumentError(
@@ -85,7 +90,7 @@ class BiasArguments(NamedTuple):
                 "distances from -R to R"
             )
         if grid is None:
-            made.append(Table("relative_bias", table, shift, own))
+            made.append(Table("relative_bias", table, shift, own, problem.places))
         else:
             made.append(GridTable("relative_bias", table, own, grid, cyclic))
         return made

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from ..backends.base import Backend
     from ..backends.block import Array, BlockInputs
+    from ..masks.interval_mask import IntervalMask
     from ..problem.distances import ByDistance
     from ..problem.problem import Problem
     from .ledgers import Ledgers
@@ -45,8 +46,9 @@ class Launch(NamedTuple):
 class DecodeBiases:
     """The biases of a call.
 
-    functions: at least one `ByDistance`, of sequences as long as the problem's keys.
+    functions: at least one `ByDistance`.
     sequences: numbers of those of the call.  Each has the problem's number of queries, those of its last tokens.
+    mask: of the call, or None: it may give tokens places.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class DecodeBiases:
         functions: list[ByDistance],
         ledgers: Ledgers,
         sequences: Sequence[int],
+        mask: IntervalMask | None,
     ) -> None:
+        self._mask = mask
         self._backend, self._problem, self._functions = backend, problem, functions
         self._ledgers, self._sequences, self._queries = ledgers, sequences, problem.seqlen
 
@@ -140,15 +144,18 @@ class DecodeBiases:
                 continue
             sequence = self._sequences[i]
             start, stop = max(rows.start, i * queries), min(rows.stop, (i + 1) * queries)
-            at = np.arange(start, stop) - i * queries
-            # both sequences end together: that of the call and the longest possible, which is the problem's
-            ahead = p.seqlen_k - self._ledgers[sequence].seqlen
-            of_keys = self._ledgers[sequence].numbered(rank, before + first, before + last) + ahead
+            ledger = self._ledgers[sequence]
+            at = ledger.seqlen - queries + np.arange(start, stop) - i * queries
+            of_keys = ledger.numbered(rank, before + first, before + last)
+            places = None if self._mask is None else self._mask.places(ledger.seqlen)
+            if places is not None:
+                at, of_keys = places.of(at), places.of(of_keys)
+            distances = of_keys[None] - at[:, None]
             with np.errstate(all="ignore"):  # a table may hold -inf
                 function, *others = self._functions
-                values = function.of_pairs(at, of_keys)
+                values = function.of_distances(distances)
                 for other in others:
-                    values = values + other.of_pairs(at, of_keys)
+                    values = values + other.of_distances(distances)
                 bias[start - rows.start : stop - rows.start, :, first:last] = values.swapaxes(0, 1)
         return bias
 

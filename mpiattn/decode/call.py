@@ -2,6 +2,7 @@
 
 import functools
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from ..comm.refusal import of_call
 from ..comm.whole_arrays import check_root
 from ..errors import ArgumentError
 from ..masks.interval_mask import checked_mask
+from ..masks.sequence import Window
 from ..problem.problem import Problem, check_scale_given
 from ..system.choices import one_of
 from .biases import DecodeBiases, checked_functions
@@ -34,10 +36,12 @@ def _problem_of(cache, queries, heads, arguments):
     The cache keeps those of the last call: decoding makes the same one for every token.
     """
     scores = {name: getattr(arguments, name) for name in ("causal", "window", "softcap", "scale")}
-    key = repr((queries, heads, *scores.values()))
+    longest = cache.ranks * cache.pages * cache.page_size
+    # then the window goes by places too, and is a part of the mask
+    by_places = arguments.mask is not None and checked_mask(arguments.mask).places(longest) is not None
+    key = repr((queries, heads, *scores.values(), by_places))
     if key not in cache.last_problem:
         check_scale_given(arguments.scale, cache.shared_kv, cache.head_dim)
-        longest = cache.ranks * cache.pages * cache.page_size
         problem = Problem(
             seqlen=queries,
             heads=heads,
@@ -49,7 +53,10 @@ def _problem_of(cache, queries, heads, arguments):
             dtype=cache.dtype,
             **scores,
         )
-        bounds = problem.whole_mask.key_interval(np.arange(queries))
+        mask = problem.whole_mask
+        if by_places:
+            mask = replace(mask, window=(None, None))
+        bounds = mask.key_interval(np.arange(queries))
         cache.last_problem = {key: (problem, np.concatenate(bounds, axis=None) - longest)}
     return cache.last_problem[key]
 
@@ -122,13 +129,16 @@ class DecodeCall:
             # Positions of the first key that each query sees, and then past the last: (sequences, 2 * queries) a list
             self._lists = [np.maximum(lengths[:, None] + ends, 0)]
             if given.mask is not None:
-                self._lists = interval_lists(checked_mask(given.mask), lengths, *self._lists)
+                mask = given.mask
+                if self.problem.window != (None, None) and mask.places(int(lengths.max(initial=0))) is not None:
+                    mask = Window(*self.problem.window) & mask
+                self._lists = interval_lists(mask, lengths, *self._lists)
             same["mask"] = given.mask
             functions = checked_functions(given.alibi_slopes, given.relative_bias, self.problem, self.backend, same)
         self.sinks, self._biases = sinks, None
         if functions:
             ledgers = cache.storage.ledgers
-            self._biases = DecodeBiases(self.backend, self.problem, functions, ledgers, self.sequences)
+            self._biases = DecodeBiases(self.backend, self.problem, functions, ledgers, self.sequences, given.mask)
 
     def _arguments(self):
         """The `Arguments` of the call besides q, whose queries and heads are the caller's."""

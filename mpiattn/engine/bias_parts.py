@@ -25,7 +25,8 @@ def evenly(tokens):
     if len(tokens) < 2:
         return int(tokens[0]), None
     steps = np.diff(tokens)
-    return (int(tokens[0]), int(steps[0])) if (steps == steps[0]).all() else None
+    # places of drafts may stay or step back
+    return (int(tokens[0]), int(steps[0])) if steps[0] > 0 and (steps == steps[0]).all() else None
 
 
 def rows_in_one_piece(array):
@@ -207,14 +208,17 @@ class DistanceBias(Part):
         Else None.
         """
         queries, keys = block
-        sides = [evenly(side.positions) for side in block] if self.function.of_line and all(map(len, block)) else [None]
+        if not self.function.of_line or not all(map(len, block)):
+            return None
+        places = self.function.of_queries(queries.positions), self.function.of_keys(keys.positions)
+        sides = list(map(evenly, places))
         if None in sides:
             return None
         (first_q, step_q), (first_k, step_k) = sides
         step = step_q or step_k or 1
         if step != (step_k or step):
             return None
-        return self.function.distance(first_q, first_k) + step * np.arange(1 - len(queries), len(keys))
+        return first_k - first_q + step * np.arange(1 - len(queries), len(keys))
 
     def is_view(self, block):
         """As of `Part`."""

@@ -16,6 +16,8 @@ from ..errors import ArgumentError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from .places import Places
+
     IntArray = NDArray[np.int64]
     Intervals: TypeAlias = "tuple[IntArray, IntArray]"  # begins and ends, each (lists, queries)
 
@@ -31,6 +33,12 @@ class IntervalMask:
     text and tuples, so that equal masks have equal reprs: ranks compare them so.  `a & b` shows the keys that both
     show, `a | b` those that either shows.
     """
+
+    by_distance = False  # whether a query sees keys by how far they are from it: beside a mask with places, by these
+
+    def places(self, seqlen_k: int) -> Places | None:
+        """The `Places` of the keys; None where they are the positions."""
+        return None
 
     def check(self, seqlen: int, seqlen_k: int) -> None:
         """Raise ArgumentError unless the mask fits a sequence of so many queries and keys."""
@@ -131,6 +139,21 @@ class _Pair(IntervalMask):
     def check(self, seqlen: int, seqlen_k: int) -> None:
         self.a.check(seqlen, seqlen_k)
         self.b.check(seqlen, seqlen_k)
+        self.places(seqlen_k)
+
+    def places(self, seqlen_k: int) -> Places | None:
+        first, second = self.a.places(seqlen_k), self.b.places(seqlen_k)
+        if first is not None and second is not None and first != second:
+            raise ArgumentError(
+                f"mask is {self}: {self.a} and {self.b} give tokens other places, by which distances go; only one of "
+                "two such masks may be in it"
+            )
+        return second if first is None else first
+
+    def _parts(self, seqlen_k: int) -> tuple[IntervalMask, IntervalMask]:
+        """The two masks; what goes by distance goes by the places that either has."""
+        places = self.places(seqlen_k)
+        return (self.a, self.b) if places is None else (by_places(self.a, places), by_places(self.b, places))
 
 
 @dataclass(frozen=True)
@@ -141,8 +164,9 @@ class Both(_Pair):
         return " & ".join(f"({mask})" if isinstance(mask, Either) else str(mask) for mask in (self.a, self.b))
 
     def intervals(self, queries: IntArray, seqlen: int, seqlen_k: int) -> Intervals:
-        begin, end = self.a.intervals(queries, seqlen, seqlen_k)
-        begin_b, end_b = self.b.intervals(queries, seqlen, seqlen_k)
+        a, b = self._parts(seqlen_k)
+        begin, end = a.intervals(queries, seqlen, seqlen_k)
+        begin_b, end_b = b.intervals(queries, seqlen, seqlen_k)
         lists = [  # one list of `a` at a time: most of the pairs are empty
             without_empty(np.maximum(first, begin_b), np.minimum(last, end_b)) for first, last in zip(begin, end)
         ]
@@ -157,9 +181,35 @@ class Either(_Pair):
         return f"{self.a} | {self.b}"
 
     def intervals(self, queries: IntArray, seqlen: int, seqlen_k: int) -> Intervals:
-        lists = [mask.intervals(queries, seqlen, seqlen_k) for mask in (self.a, self.b)]
+        lists = [mask.intervals(queries, seqlen, seqlen_k) for mask in self._parts(seqlen_k)]
         begin, end = _joined(lists, len(queries))
         return packed(*disjoint(begin.clip(0, seqlen_k), end.clip(0, seqlen_k)))
+
+
+@dataclass(frozen=True)
+class ByPlaces(IntervalMask):
+    """A mask that goes by distance, with places instead of positions."""
+
+    mask: IntervalMask
+    of_keys: Places
+
+    def intervals(self, queries: IntArray, seqlen: int, seqlen_k: int) -> Intervals:
+        own = self.of_keys.of(queries + (seqlen_k - seqlen))
+        begin, end = self.mask.intervals(own, seqlen_k, seqlen_k)
+        stops = np.append(self.of_keys.starts[1:], seqlen_k)
+        runs = zip(self.of_keys.starts.tolist(), stops.tolist(), self.of_keys.shifts.tolist())
+        lists = [  # a run at a time: in it, keys follow one another as their places do
+            without_empty(np.maximum(begin - shift, start), np.minimum(end - shift, stop))
+            for start, stop, shift in runs
+        ]
+        return _joined(lists, len(queries))
+
+
+def by_places(mask: IntervalMask, places: Places) -> IntervalMask:
+    """The mask, in which all that goes by distance goes by these places."""
+    if isinstance(mask, _Pair):
+        return type(mask)(by_places(mask.a, places), by_places(mask.b, places))
+    return ByPlaces(mask, places) if mask.by_distance else mask
 
 
 def _joined(lists: list[Intervals], queries: int) -> Intervals:

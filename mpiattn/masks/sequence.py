@@ -12,6 +12,7 @@ from ..errors import ArgumentError
 from ..system.values import LARGEST, UNLIMITED, whole_number
 from .interval_mask import IntervalMask, without_empty
 from .pieces import needed_cuts
+from .places import Places
 from .values import digest, fits, whole_numbers
 
 if TYPE_CHECKING:
@@ -30,6 +31,11 @@ class Window(IntervalMask):
 
     left: int | None
     right: int | None
+
+    @property
+    def by_distance(self) -> bool:  # type: ignore[override]
+        """Not of `causal`, which is the order of the tokens in memory."""
+        return (self.left, self.right) not in ((None, None), (None, 0))
 
     def __str__(self) -> str:
         if (self.left, self.right) == (None, 0):
@@ -142,6 +148,7 @@ class Chunked(IntervalMask):
     """See `chunked`."""
 
     size: int
+    by_distance = True
 
     def __str__(self) -> str:
         return f"chunked {self.size}"
@@ -287,6 +294,15 @@ class ShareQuestion(IntervalMask):
     def check(self, seqlen: int, seqlen_k: int) -> None:
         fits(self, "question and answers have", self.question + sum(self.answers), seqlen, seqlen_k)
 
+    @cached_property
+    def _places(self) -> Places:
+        starts = self.question + np.cumsum([0, *self.answers[:-1]])
+        return Places(np.append(0, starts), np.append(0, self.question - starts))
+
+    def places(self, seqlen_k: int) -> Places:
+        """Every answer follows on the question."""
+        return self._places
+
     def intervals(self, queries: IntArray, seqlen: int, seqlen_k: int) -> Intervals:
         starts = self.question + np.cumsum([0, *self.answers])
         answer = np.searchsorted(starts, queries, "right") - 1
@@ -303,7 +319,7 @@ class ShareQuestion(IntervalMask):
 def share_question(question: int, answers: Sequence[int]) -> ShareQuestion:
     """Several answers to one question, one after another: an answer sees the question and itself, both causally.
 
-    share_question(2, [2, 1])::
+    Windows, chunks and biases by distance count as if an answer followed on the question.  share_question(2, [2, 1])::
 
         1 0 0 0 0
         1 1 0 0 0

@@ -11,6 +11,7 @@ import numpy as np
 from ..errors import ArgumentError
 from .interval_mask import IntervalMask, disjoint, without_empty
 from .pieces import needed_cuts
+from .places import Places
 from .values import digest, whole_numbers
 
 if TYPE_CHECKING:
@@ -58,6 +59,19 @@ class Tree(IntervalMask):
             begin[: len(seen), token], end[: len(seen), token] = np.array(seen).T
         return begin, end
 
+    @cached_property
+    def _depths(self) -> IntArray:
+        """Of every drafted token, how many drafted tokens it follows."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        return np.array(depths, np.int64)
+
+    def places(self, seqlen_k: int) -> Places:
+        """Drafts that follow the same token have the same place."""
+        numbers = np.arange(self.drafted)
+        return Places(np.append(0, seqlen_k - self.drafted + numbers), np.append(0, self._depths - numbers))
+
     def intervals(self, queries: IntArray, seqlen: int, seqlen_k: int) -> Intervals:
         context, drafted = seqlen_k - self.drafted, queries - (seqlen - self.drafted)
         begin, end = self._runs
@@ -75,7 +89,8 @@ class Tree(IntervalMask):
 def tree(parents: Sequence[int]) -> Tree:
     """Speculative decoding: the last tokens are drafts, of which each sees the context, its ancestors and itself.
 
-    The tokens before are the context.  Its queries, if any are asked, are causal.  A tree where drafts 0 and 3 follow
+    The tokens before are the context.  Its queries, if any are asked, are causal.  Windows, chunks and biases by distance
+    count steps along the path of a draft, so that it gets what it would get if it were decoded alone.  A tree where drafts 0 and 3 follow
     the context, 1 and 2 follow 0; [-1, 0, 0, -1] after a context of one token::
 
         1 . . . .

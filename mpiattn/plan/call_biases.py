@@ -13,6 +13,7 @@ from ..arguments.results import Results
 from ..engine.bias_parts import DistanceBias, KeyBias, TileBias
 from ..engine.biases import Biases
 from ..errors import ArgumentError
+from ..problem.documents import check_diagonals
 from ..problem.tensors import as_array, as_given, detached, is_tensor
 from ..verify.spread_biases import GivenBiases
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from ..backends.base import Array, Backend
     from ..comm.peers import Peers
     from ..engine.bias_parts import Part
-    from ..problem.group import Group
     from ..problem.problem import Problem
     from ..schedule.needed import Activity
     from .share import Share
@@ -64,7 +64,7 @@ class CallBiases:
             raise ArgumentError(f"{name} is given; the back end {backend.name} computes without biases and dropout")
         self._threshold, self._functions = given.threshold(), given.functions(problem, share.heads)
         if self._functions and activity.documents:
-            _check_diagonals(activity.documents, problem, self._functions[0].name)
+            check_diagonals(activity.documents, problem, self._functions[0].name)
         self._tile: Array = None if given.bias is None else self._checked_tile(given.bias)
         self._keys: Array = None if given.key_bias is None else self._checked_keys(given.key_bias)
         self._wanted: list[str] = []
@@ -228,14 +228,3 @@ class CallBiases:
             shape = made["dkey_bias"].shape
             made["dkey_bias"] = made["dkey_bias"].reshape(*shape[self._key_axes :])
         return [made[f"d{name}"] for name in self._wanted]
-
-
-def _check_diagonals(documents: tuple[Group, ...], problem: Problem, name: str) -> None:
-    """Raise ArgumentError unless distances in every document are those in the whole sequence."""
-    for group in documents:
-        cuts = zip(group.q_cuts.tolist(), group.q_cuts[1:].tolist(), group.k_cuts[1:].tolist())
-        if any(start < stop and stop_k - stop != problem.seqlen_k - problem.seqlen for start, stop, stop_k in cuts):
-            raise ArgumentError(
-                f"{name} is given with documents whose queries and keys end at different positions; distances are "
-                "known only where each document's queries end with its keys"
-            )

@@ -1,7 +1,7 @@
 """Biases that are functions of how far a key is from a query: slopes of ALiBi, and tables of relative positions.
 
 A distance is the key's position minus that of the query's diagonal, which is the query's own position where there are
-as many keys as queries.
+as many keys as queries; beside a mask that gives keys other places (`mpiattn.masks.places`), it is between these.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
+
+    from ..masks.places import Places
 
     Positions = NDArray[np.int64]
 
@@ -29,23 +31,29 @@ def usual_slopes(heads: int) -> NDArray[np.float64]:
 
 
 class ByDistance:
-    """What all have.
+    """A bias of all pairs at the same distance.
 
     name: of the argument.  parameters: (heads or 1, ...).  shift: from a query's position to its diagonal.
-    own: the heads that this rank computes, a slice.
+    own: the heads that this rank computes, a slice.  places: of the keys, or None.
     The attribute `gradient`, float64, has the shape of `parameters`.
     """
 
     of_line = True  # whether values depend on the distance alone
 
-    def __init__(self, name: str, parameters: ArrayLike, shift: int, own: slice) -> None:
+    def __init__(self, name: str, parameters: ArrayLike, shift: int, own: slice, places: Places | None = None) -> None:
         self.name, self.parameters, self._shift = name, np.asarray(parameters, np.float64), shift
+        self._places = places
         self.gradient = np.zeros(self.parameters.shape)
         self._own = own if len(self.parameters) > 1 else slice(None)
 
-    def distance(self, query: Any, key: Any) -> Any:
-        """That of two positions, or of arrays that broadcast."""
-        return key - query - self._shift
+    def of_queries(self, positions: Positions) -> Positions:
+        """Where queries at some positions are, for their distances."""
+        return self.of_keys(positions + self._shift)
+
+    def of_keys(self, positions: Positions) -> Positions:
+        """Where keys at some positions are."""
+        places: Positions = positions if self._places is None else self._places.of(positions)
+        return places
 
     def of_distances(self, distances: Positions) -> NDArray[np.float64]:
         """Values (own heads or 1, ...) of distances of any shape."""
@@ -57,11 +65,14 @@ class ByDistance:
 
     def of_pairs(self, queries: Positions, keys: Positions) -> NDArray[np.float64]:
         """Values (own heads or 1, queries, keys) of all pairs of some positions."""
-        return self.of_distances(self.distance(queries[:, None], keys[None]))
+        return self.of_distances(self._distances(queries, keys))
 
     def add_gradient(self, queries: Positions, keys: Positions, gradient: NDArray[Any]) -> None:
         """Add the gradient of such values, (own heads, queries, keys)."""
-        self.add_gradient_of_distances(self.distance(queries[:, None], keys[None]), gradient)
+        self.add_gradient_of_distances(self._distances(queries, keys), gradient)
+
+    def _distances(self, queries: Positions, keys: Positions) -> Positions:
+        return self.of_keys(keys)[None] - self.of_queries(queries)[:, None]
 
 
 class Slopes(ByDistance):

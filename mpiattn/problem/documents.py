@@ -70,6 +70,8 @@ def documents(
             wrong = wrong or left_out("cu_seqlens_k", k_cuts, problem.seqlen_k)
             if wrong:
                 raise ArgumentError(wrong)
+    if pairs is not None and problem.places is not None and problem.window != (None, None):
+        check_diagonals(tuple(Group(*pair) for pair in pairs), problem, f"window, beside mask {problem.mask},")
     if prefixes is None and causal_documents is None:
         return None if pairs is None else tuple(Group(*pair) for pair in pairs)
     if causal_documents is None and not problem.causal:
@@ -84,6 +86,20 @@ def documents(
         Group(q_cuts, k_cuts, prefix, causal)
         for (q_cuts, k_cuts), prefix, causal in zip(*(_spread(parts, groups) for parts in (pairs, *kinds)))
     )
+
+
+def check_diagonals(groups: tuple[Group, ...], problem: Problem, name: str) -> None:
+    """Raise ArgumentError unless distances in every document are those in the whole sequence.
+
+    name: of the argument that goes by distances.
+    """
+    for group in groups:
+        cuts = zip(group.q_cuts.tolist(), group.q_cuts[1:].tolist(), group.k_cuts[1:].tolist())
+        if any(start < stop and stop_k - stop != problem.seqlen_k - problem.seqlen for start, stop, stop_k in cuts):
+            raise ArgumentError(
+                f"{name} is given with documents whose queries and keys end at different positions; distances are "
+                "known only where each document's queries end with its keys"
+            )
 
 
 def left_out(name: str, cuts: IntArray, tokens: int) -> str:

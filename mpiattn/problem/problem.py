@@ -11,6 +11,8 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..masks.interval_mask import IntervalMask, check_fits, checked_mask
+from ..masks.places import Places
+from ..masks.sequence import Window as SequenceWindow
 from ..system.closest import of_choices
 from ..system.values import UNLIMITED, truth, whole_number
 from ..system.words import number
@@ -264,7 +266,15 @@ class Problem:
     @cached_property
     def whole_mask(self) -> Mask:
         """The `Mask`: the keys that each query sees, by all of the problem's masks."""
-        return Mask(**{name: getattr(self, name) for name in MASK_FIELDS})
+        fields = {name: getattr(self, name) for name in MASK_FIELDS}
+        if self.places is not None and self.window != (None, None):  # which goes by places, as all in that mask
+            fields |= {"window": (None, None), "mask": SequenceWindow(*self.window) & self.mask}
+        return Mask(**fields)
+
+    @cached_property
+    def places(self) -> Places | None:
+        """The `Places` of the keys, by which distances go; None where they are the positions."""
+        return None if self.mask is None else self.mask.places(self.seqlen_k)
 
     def mask_of(self, cuts: tuple[int, ...] | None) -> Mask:
         """The mask of a call with documents; without cuts, that of a call without.  cuts: as of `Mask`."""

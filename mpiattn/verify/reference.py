@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .reference_masks import shown, span
+from ..masks.interval_mask import Both
+from ..masks.sequence import Window
+from .reference_masks import place_of, shown, span
 
 BLOCK_PAIRS = 2**17  # scores in memory at a time, 1 MB
 BLOCK_ROWS = 64  # of a block, where each sees few keys
@@ -64,6 +66,7 @@ def visible_keys(
     causal.
     """
     keys, block = np.asarray(keys), causal_block or 1
+    window, mask = _together(window, mask, lengths)
     rows = _rows(np.asarray(positions), lengths, causal, **documents)
     first, last, diagonal, prefix, causal = (array[:, None] for array in rows)
     visible = (first <= keys) & (keys < last)
@@ -76,6 +79,13 @@ def visible_keys(
     if mask is not None:
         visible &= shown(mask, positions, keys, *lengths)
     return visible
+
+
+def _together(window, mask, lengths):
+    """The window as a part of a mask with places, by which it goes then; both as they are without such a mask."""
+    if mask is None or window == (None, None) or place_of(mask, *lengths) is None:
+        return window, mask
+    return (None, None), Both(Window(*window), mask)
 
 
 def _bounds(rows, window, block):
@@ -97,6 +107,7 @@ def bounds(positions, batch, lengths, causal=False, window=(None, None), causal_
 
     Arguments as for `attention`.
     """
+    window, mask = _together(window, mask, lengths)
     limits = np.stack(
         [_bounds(_of_entry(positions, lengths, causal, documents, b), window, causal_block or 1) for b in range(batch)],
         axis=1,
@@ -108,8 +119,10 @@ def bounds(positions, batch, lengths, causal=False, window=(None, None), causal_
     return limits
 
 
-def blind(positions, batch, lengths, mask=None, **masks):
+def blind(positions, batch, lengths, mask=None, window=(None, None), **masks):
     """Which queries see no key: bool (batch, queries).  Arguments as for `attention`."""
+    window, mask = _together(window, mask, lengths)
+    masks["window"] = window
     begin, end = bounds(positions, batch, lengths, mask=mask, **masks)
     none = begin >= end
     for b in range(batch if mask is not None else 0):
@@ -140,7 +153,19 @@ def _of_entry(positions, lengths, causal, documents, b):
     return _rows(positions, lengths, causal, **of_entry)
 
 
-def _blocks(q, k, scale=None, softcap=None, positions=None, keys=None, lengths=None, mask=None, biases=None, **masks):
+def _blocks(
+    q,
+    k,
+    scale=None,
+    softcap=None,
+    positions=None,
+    keys=None,
+    lengths=None,
+    mask=None,
+    biases=None,
+    window=(None, None),
+    **masks,
+):
     """For every batch entry, head and block of rows that sees any key, yields
     (place, pairs, scores, hidden, derivative of the softcap or None, factors of the weights or None).
 
@@ -152,6 +177,7 @@ def _blocks(q, k, scale=None, softcap=None, positions=None, keys=None, lengths=N
     keys = np.arange(k.shape[1]) if keys is None else keys
     lengths = (queries, k.shape[1]) if lengths is None else lengths
     scale = dim**-0.5 if scale is None else scale
+    masks["window"], mask = _together(window, mask, lengths)
 
     for b, of_entry in enumerate(bounds(positions, batch, lengths, mask=mask, **masks).swapaxes(0, 1)):
         begin, end = (np.searchsorted(keys, side) for side in of_entry)

@@ -52,6 +52,7 @@ class PairRules(NamedTuple):
     table: (heads or 1, 2 R + 1), a number for each distance from -R to R, and for those further away the last one.
         With grid, the points of its axes in C order, (heads or 1, 2 R + 1 of each axis), by the offset on each axis.
     cyclic: for each axis of grid, whether it has no ends: the shorter way round counts, backwards if both are as long.
+    place(keys): from keys to their places, between which distances are; None where these are the positions.
     dropout, seed: a weight is dropped with this probability, by the random word of its pair.
     """
 
@@ -65,11 +66,15 @@ class PairRules(NamedTuple):
     cyclic: tuple[bool, ...] | None = None
     dropout: float = 0.0
     seed: int | None = None
+    place: Callable[..., np.ndarray] | None = None
 
     def distances(self, positions, keys):
         """How far each key is after the one that the query is aligned with: (queries, keys)."""
         seqlen, seqlen_k = self.lengths
-        return keys[None, :] - (positions[:, None] + (seqlen_k - seqlen))
+        diagonal = positions + (seqlen_k - seqlen)
+        if self.place is not None:
+            diagonal, keys = self.place(diagonal), self.place(keys)
+        return keys[None, :] - diagonal[:, None]
 
     def entries(self, positions, keys):
         """The number in a head of the flat table that each pair has: (queries, keys)."""

@@ -4,6 +4,7 @@ It reads only what a mask is made of, its public fields, and shares no code with
 """
 
 import math
+from functools import lru_cache
 
 import numpy as np
 
@@ -12,24 +13,76 @@ FAR = 2**62
 LINE_PAIRS = 2**20  # of lines compared at a time
 
 
-def shown(mask, positions, keys, seqlen, seqlen_k):
+def shown(mask, positions, keys, seqlen, seqlen_k, place=None):
     """Which of the keys at positions `keys` the queries at `positions` see: bool (queries, keys).
 
     mask: any of `mpiattn.masks`; one that somebody else wrote has no definition but its intervals.
     seqlen, seqlen_k: numbers of queries and keys of the whole sequence.
+    place: of a larger mask, of which this one is a part, as `place_of` returns it.
     """
-    rule = RULES.get(_kind(mask), _intervals)
-    return rule(mask, np.asarray(positions), np.asarray(keys), seqlen, seqlen_k)
+    kind, positions, keys = _kind(mask), np.asarray(positions), np.asarray(keys)
+    place = place or place_of(mask, seqlen, seqlen_k)
+    if kind in PAIRS:
+        a, b = (shown(part, positions, keys, seqlen, seqlen_k, place) for part in (mask.a, mask.b))
+        return a & b if kind == "Both" else a | b
+    if place is not None and _by_distance(mask):
+        positions, keys, seqlen = place(positions + (seqlen_k - seqlen)), place(keys), seqlen_k
+    return RULES.get(kind, _intervals)(mask, positions, keys, seqlen, seqlen_k)
 
 
-def span(mask, positions, seqlen, seqlen_k):
+def place_of(mask, seqlen, seqlen_k):
+    """A function from keys to the places by which distances go; None where these are the positions."""
+    kind = _kind(mask)
+    if kind in PAIRS:
+        return place_of(mask.a, seqlen, seqlen_k) or place_of(mask.b, seqlen, seqlen_k)
+    if kind not in PLACES:
+        return None
+    places = _places(mask, seqlen_k)
+    return lambda keys: np.where(keys < 0, keys, places[np.maximum(keys, 0)])
+
+
+@lru_cache(8)
+def _places(mask, seqlen_k):
+    """The place of every key."""
+    return PLACES[_kind(mask)](mask, seqlen_k)
+
+
+def _place_in_tree(mask, seqlen_k):
+    """One after that of the token that it follows."""
+    context = seqlen_k - len(mask.parents)
+    places = np.arange(seqlen_k)
+    for draft, parent in enumerate(mask.parents):
+        places[context + draft] = 1 + (context - 1 if parent < 0 else places[context + parent])
+    return places
+
+
+def _place_in_answer(mask, seqlen_k):
+    """As if the answer alone came after the question."""
+    return np.concatenate([np.arange(mask.question), *(mask.question + np.arange(n) for n in mask.answers)])
+
+
+def _by_distance(mask):
+    """Whether it goes by how far keys are away; `causal` is the order in memory."""
+    kind = _kind(mask)
+    return kind == "Chunked" or (kind == "Window" and (mask.left is not None or mask.right not in (None, 0)))
+
+
+def span(mask, positions, seqlen, seqlen_k, placed=False):
     """Keys (begin, end), an int64 array each: a query sees none before `begin`, nor any from `end` on.
 
-    It sees mostly not all between; a rule that has no quick bounds says all keys.
+    It sees mostly not all between; a rule that has no quick bounds says all keys.  placed: whether the mask is part of
+    one with places.
     """
-    positions = np.asarray(positions, np.int64)
-    bounds = SPANS.get(_kind(mask))
-    if bounds is None:
+    kind, positions = _kind(mask), np.asarray(positions, np.int64)
+    placed = placed or place_of(mask, seqlen, seqlen_k) is not None
+    if kind in PAIRS:
+        sides = [span(part, positions, seqlen, seqlen_k, placed) for part in (mask.a, mask.b)]
+        (begin, end), (begin_b, end_b) = sides
+        if kind == "Both":
+            return np.maximum(begin, begin_b), np.minimum(end, end_b)
+        return np.minimum(begin, begin_b), np.maximum(end, end_b)
+    bounds = SPANS.get(kind)
+    if bounds is None or (placed and _by_distance(mask)):
         return np.zeros_like(positions), np.full_like(positions, seqlen_k)
     begin, end = bounds(mask, positions, seqlen, seqlen_k)
     return np.maximum(begin, 0), np.minimum(end, seqlen_k)
@@ -47,14 +100,6 @@ def _intervals(mask, positions, keys, seqlen, seqlen_k):
     for begin, end in zip(*mask.intervals(positions[order], seqlen, seqlen_k)):
         visible[order] |= (begin[:, None] <= keys) & (keys < end[:, None])
     return visible
-
-
-def _both(mask, *asked):
-    return shown(mask.a, *asked) & shown(mask.b, *asked)
-
-
-def _either(mask, *asked):
-    return shown(mask.a, *asked) | shown(mask.b, *asked)
 
 
 def _along(axis, x, y):
@@ -219,23 +264,13 @@ def _given_span(mask, positions, seqlen, seqlen_k):
     return np.where(begin < end, begin, seqlen_k).min(axis=0, initial=seqlen_k), end.max(axis=0, initial=0)
 
 
-def _inner(mask, *asked):
-    (begin, end), (begin_b, end_b) = span(mask.a, *asked), span(mask.b, *asked)
-    return np.maximum(begin, begin_b), np.minimum(end, end_b)
-
-
-def _outer(mask, *asked):
-    (begin, end), (begin_b, end_b) = span(mask.a, *asked), span(mask.b, *asked)
-    return np.minimum(begin, begin_b), np.maximum(end, end_b)
-
-
 def _before(mask, positions, seqlen, seqlen_k):
     return np.zeros_like(positions), positions + 1
 
 
+PAIRS = "Both", "Either"
+PLACES = {"Tree": _place_in_tree, "ShareQuestion": _place_in_answer}
 RULES = {
-    "Both": _both,
-    "Either": _either,
     "Neighborhood": _neighborhood,
     "Sphere": _sphere,
     "Window": _window,
@@ -248,8 +283,6 @@ RULES = {
     "Given": _given,
 }
 SPANS = {
-    "Both": _inner,
-    "Either": _outer,
     "Neighborhood": _lines,
     "Sphere": _latitudes,
     "Window": _around,

@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 from .compare import STATE_BYTES, steps
 from .reference_biases import Block, BlockSums, KeySums, Numbers, PairRules, SlopeSums, TableSums
+from .reference_masks import place_of
 
 if TYPE_CHECKING:
     from typing import Any
@@ -53,7 +54,9 @@ def rules_of(problem, given: BiasArguments, dense, of_keys):
     grid = None if given.relative_grid is None else tuple(given.relative_grid)
     cyclic = None if given.relative_cyclic is None else tuple(map(bool, given.relative_cyclic))
     lengths = problem.seqlen, problem.seqlen_k
-    return PairRules(problem.heads, lengths, dense, of_keys, slopes, table, grid, cyclic, given.dropout, given.seed)
+    place = None if problem.mask is None else place_of(problem.mask, *lengths)
+    tables = slopes, table, grid, cyclic
+    return PairRules(problem.heads, lengths, dense, of_keys, *tables, given.dropout, given.seed, place)
 
 
 class SpreadBiases:
