@@ -1,6 +1,8 @@
 """MPI that does not come up, and launchers that start ranks which do not know of each other."""
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from itertools import product
@@ -8,6 +10,8 @@ from itertools import product
 import launch
 import pytest
 from files import write_input
+
+from mpiattn.console import witness
 
 MPIATTN = [sys.executable, "-m", "mpiattn"]
 COMMANDS = {
@@ -108,3 +112,25 @@ def test_help_does_not_start_mpi():
             timeout=launch.patience(60),
         )
         assert outcome.stdout.splitlines()[-1] == "MPI False", outcome.stderr
+
+
+@pytest.mark.skipif(launch.vendor() != "mpich", reason="MPICH's way to end")
+def test_no_room_in_shared_memory(tmp_path):
+    """As in a container with a small /dev/shm; a mount in a namespace of its own takes root."""
+    mount = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"', "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode:
+        pytest.skip("takes root and unshare")
+    command = [*mount, launch.mpiexec(), "-n", "2", *MPIATTN, "info"]
+    outcome = launch.limited(command, 60, launch.environment(), check=False)
+    assert outcome.returncode
+    said = [line for line in outcome.stderr.splitlines() if line.startswith("mpiattn: ")]
+    assert said and all("was ended by SIGBUS (/dev/shm has " in line for line in said), outcome.stderr
+    assert " left of 64 KiB, and MPICH keeps 1 MiB a rank there: " in said[0] and "--shm-size" in said[0]
+    assert "ranks wait there" not in said[0]
+
+
+def test_a_bus_error_with_room_in_shared_memory_has_no_reason(monkeypatch):
+    monkeypatch.setattr(witness, "SHARED", os.sep)
+    assert witness._why(signal.SIGBUS) == ""
+    monkeypatch.setattr(witness, "SHARED", "/no/such/folder")
+    assert witness._why(signal.SIGBUS) == ""

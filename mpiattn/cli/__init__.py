@@ -66,6 +66,7 @@ def _parser(command):
 def main(argv=None):
     """Entry point of `mpiattn`: returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    message.print_any_text()
     limit_threads()  # before anything imports NumPy
     name_core_type()
     print_notes_of_files()

@@ -12,7 +12,7 @@ from ..comm.mesh import by_node
 from ..console.table import duration, facts
 from ..system import host
 from ..system.installation import mpi_library
-from ..system.words import number, span
+from ..system.words import as_text, number, span
 from ..version import __version__
 
 NAMED = 4  # at most this many hosts are named
@@ -39,7 +39,7 @@ def origin(peers, words):
     return peers.allgather(
         {
             "mpiattn": __version__,
-            "command": shlex.join(["mpiattn", *words]),
+            "command": as_text(shlex.join(["mpiattn", *words])),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "numpy": host.version("numpy"),
             "h5py": h5py.__version__,

@@ -5,6 +5,7 @@ import hashlib
 import numpy as np
 
 from ..problem.documents import padding_of
+from ..system.words import as_text
 from ..version import __version__
 
 PLAN = "tile", "schedule", "mesh-layout", "route", "wire-dtype", "backend", "transport"  # options
@@ -42,9 +43,9 @@ def chosen_of(plan, args, axes, activity):
         "causal_block": p.causal_block,
         "mask": None if p.mask is None else str(p.mask),
         "softcap": p.softcap,
-        "documents": args.documents,
+        "documents": args.documents and as_text(args.documents),
         "transport": plan.transport or None,
-        "documents_k": args.documents_k,
+        "documents_k": args.documents_k and as_text(args.documents_k),
     }
     if args.grid is not None:
         dims = [len(of_axis) for of_axis in plan.q_layout.sizes]

@@ -109,10 +109,13 @@ def check_room(peers, home, backend, needs, what, advise):
     ranks, left = room.shared[which]
     first, mark = ranks[0], room.mark(which)
     names = peers.allgather([limit.name for limit in limits if _mark(limit) == mark])
+    where = home.hosts[first]
+    if not mark and peers.size > 1:  # a limit of this rank alone, as others of the host may have none
+        where = f"rank {first} ({where})"
     each = needs[ranks]
     share = f", {span(each.tolist(), size)} for each of {number(len(ranks), 'rank')}" if len(ranks) > 1 else ""
     text = (
-        f"{what} needs {size(int(each.sum()))} on {home.hosts[first]}{share}; {size(max(left, 0))} are left of "
+        f"{what} needs {size(int(each.sum()))} on {where}{share}; {size(max(left, 0))} are left of "
         f"{names[first][0]}; {from_rank_0(peers, lambda: advise(room.tighter()))}"
     )
     raise everywhere(MemoryShortage(text), peers, first)

@@ -13,7 +13,7 @@ import time
 
 from ..system import partial_files
 from . import witness
-from .message import PARTING, speak
+from .message import PARTING, speak, write_story
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 ECHO = 3.0  # seconds after which a launcher has killed all ranks that it sent SIGTERM after a failure
@@ -40,7 +40,7 @@ def handled(command, makes, speaks):
             _end_job(mpi.COMM_WORLD, story, number, silent)
         elif speaks:
             with contextlib.suppress(OSError):
-                os.write(2, story.encode())
+                write_story(story)
         os._exit(128 + number)
 
     return _with(handler)

@@ -16,6 +16,7 @@ AFTER = LATEST + 2 * FLUSH  # seconds that ranks told of a failure wait, so that
 
 DOCUMENTS = r"\bcu_seqlens(_k)?\b"  # arguments of Python that --documents and --documents-k set
 options: set[str] = set()  # of the command that this process runs
+ESCAPED = "backslashreplace"  # how characters are written that an encoding lacks
 _claims: list[socket.socket] = []  # sockets, open until this process ends
 
 
@@ -27,6 +28,19 @@ def as_typed(error):
     name, verb, rest = text.partition(" is ")
     option = f"--{name.replace('_', '-')}"
     return f"{option}{verb}{rest}" if option in options else text
+
+
+def print_any_text():
+    """Let output escape what its encoding lacks: a file's name may have any character, also under LC_ALL=C."""
+    for stream in (sys.stdout, sys.stderr):
+        if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors=ESCAPED)
+
+
+def write_story(story):
+    """Print a story on standard error by one write, so that output of ranks does not mix."""
+    encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
+    os.write(2, story.encode(encoding, ESCAPED))
 
 
 def claim(launcher):
@@ -51,5 +65,5 @@ def speak(story, rank, launcher):
         time.sleep(PARTING)
         return
     time.sleep(min(STAGGER * (rank // local_ranks()), LATEST))
-    os.write(2, story.encode())  # one write, so that output of ranks does not mix
+    write_story(story)
     time.sleep(FLUSH)

@@ -17,8 +17,9 @@ import struct
 import sys
 import time
 
+from ..system.words import size
 from .absent import absent
-from .message import FLUSH, claim, speak
+from .message import ESCAPED, FLUSH, claim, speak, write_story
 
 NOTE_BYTES, LIMIT_BYTES = 1024, 8  # of the text, and of the time at which the rank will be ended
 LOOK, EARLY = 0.5, 1.0  # seconds between two looks at that time, and before it, when no rank has given up yet
@@ -26,6 +27,9 @@ PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when it
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 
 WHY = {signal.SIGKILL: " (for lack of memory, if nobody sent it)", signal.SIGALRM: " (time was up)"}
+
+SHARED = "/dev/shm"  # where MPI libraries have the memory that ranks of a host share
+LITTLE = 2**21  # bytes left there, fewer than what MPICH takes at once
 
 ENDED = "its end, at which ranks wait for all others"
 
@@ -55,7 +59,7 @@ def tell(who=None, doing=None):
     if _note is not None:
         before = _read(_note)
         text = "\n".join(new or old for new, old in zip((who, doing), before))
-        _note[:NOTE_BYTES] = text.encode()[:NOTE_BYTES].ljust(NOTE_BYTES, b"\0")
+        _note[:NOTE_BYTES] = text.encode(errors=ESCAPED)[:NOTE_BYTES].ljust(NOTE_BYTES, b"\0")
 
 
 @contextlib.contextmanager
@@ -127,17 +131,41 @@ def _wait(pid, note, rank):
                 _end_by(signal.SIGTERM)
         os._exit(code)
     number = os.WTERMSIG(status)
+    if number != signal.SIGALRM:
+        doing = doing.partition(", for which ")[0]  # a time limit that was not reached
     if number not in asked:
         if doing == ENDED and number == signal.SIGALRM:
             missing.append(absent(os.getppid(), False))
-        story = f"mpiattn: {who} was ended by {_name(number)}{WHY.get(number, '')}; it was at: {doing}"
+        story = f"mpiattn: {who} was ended by {_name(number)}{_why(number)}; it was at: {doing}"
         story = "; ".join([story, *filter(None, missing)]) + "\n"
         if number == signal.SIGALRM:  # other ranks are at their limit too: one prints
             speak(story, rank, os.getppid())
         else:
             claim(os.getppid())
-            os.write(2, story.encode())
+            write_story(story)
     _end_by(number)
+
+
+def _why(number):
+    """A likely reason for a signal, in brackets; "" where none is known."""
+    if number == signal.SIGBUS and (full := _full()):
+        return f" ({full})"
+    return WHY.get(number, "")
+
+
+def _full():
+    """That this host has no room for what MPI keeps in shared memory, in words; "" if it has."""
+    try:
+        system = os.statvfs(SHARED)
+    except OSError:
+        return ""
+    left = system.f_bavail * system.f_frsize
+    if left >= LITTLE:
+        return ""
+    return (
+        f"{SHARED} has {size(left)} left of {size(system.f_blocks * system.f_frsize)}, and MPICH keeps 1 MiB a rank there: "
+        "remove what killed jobs have left, or make it larger, for a container by --shm-size"
+    )
 
 
 def _name(number):

@@ -47,6 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
     printed.add_argument("--print-prefix", action="store_true", help="the prefix, for CMAKE_PREFIX_PATH")
     printed.add_argument("--python", action="store_true", help="the interpreter that runs this command")
     args = parser.parse_args(arguments)
+    if hasattr(sys.stdout, "reconfigure"):  # paths are printed as the file system has them, whatever the locale says
+        sys.stdout.reconfigure(encoding=sys.getfilesystemencoding(), errors=sys.getfilesystemencodeerrors())
     at = Installed(args.prefix)
     printing = args.cflags, args.fflags, args.libs, args.fortran_libs, args.print_prefix, args.python
     if not args.build and not any(printing):

@@ -20,6 +20,11 @@ def plural(noun: str) -> str:
     return f"{noun}s"
 
 
+def as_text(name: str) -> str:
+    """The name of a file, with bytes escaped that are no text; HDF5 and UTF-8 refuse them."""
+    return name.encode(errors="backslashreplace").decode()
+
+
 def span(values: Collection[Any], show: Callable[[Any], str] = str) -> str:
     """The range of some values: "2" or "2 to 5"."""
     low, high = show(min(values)), show(max(values))

@@ -92,6 +92,15 @@ def test_too_little_for_a_plan(comm, at_least, left):
     )
 
 
+def test_a_limit_of_one_rank_names_the_rank(comm, at_least, left):
+    """As `ulimit -v` in the shell of one rank, while others of its host have room."""
+    at_least(2)
+    last = comm.size - 1
+    left(2**10 if comm.rank == last else 2**50, shared="", name="the limit of 1 KiB on the address space (ulimit -v)")
+    text = same_error(comm, lambda: MeshAttention(comm, **SHAPE), MemoryShortage)
+    assert re.search(rf" on rank {last} \(.+\); 1 KiB are left of the limit of 1 KiB on the address space", text), text
+
+
 @pytest.mark.parametrize("direction", ["forward", "both"])
 def test_advice_is_followed(comm, at_least, left, direction):
     """The plan that is made with the max_memory of the message needs no more than is left, whatever that is."""
