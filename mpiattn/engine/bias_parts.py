@@ -13,6 +13,8 @@ from ..schedule.ranges import overlap, positions, runs_of, total
 
 FEW_RUNS = 4  # runs of consecutive tokens of a chunk, up to which each is launched by itself
 
+QUIET = np.errstate(all="ignore")  # NaN and overflow are valid results, whatever the program wants of its own
+
 
 def as_slices(indices):
     """Increasing indices as (where among them, slice) of each run of consecutive numbers."""
@@ -224,23 +226,27 @@ class DistanceBias(Part):
         """As of `Part`."""
         return self.distances(block) is not None
 
+    @QUIET
     def view(self, block, arrays):
         """As of `Part`."""
         values = self.function.of_distances(self.distances(block)).astype(self._dtype)[None, :, None]
         return self.backend.sheared(self.backend.contiguous(values), len(block[0]))
 
+    @QUIET
     def add_to(self, values, block, arrays):
         """As of `Part`."""
         queries, keys = (side.positions for side in block)
         own = self.function.of_pairs(queries, keys).astype(self._dtype)[None]
         self.backend.accumulate(values, self.backend.contiguous(own))
 
+    @QUIET
     def collect(self, dscores, block, arrays):
         """As of `Part`."""
         queries, keys = (side.positions for side in block)
         self.backend.drain()
         self.function.add_gradient(queries, keys, on_host(dscores).sum(axis=0))
 
+    @QUIET
     def collect_sums(self, sums, distances):
         """Add the sums (1, heads, 1, distances) of a block's gradient along its diagonals."""
         self.backend.drain()

@@ -222,7 +222,8 @@ class CallBiases:
             peers.reduce(sums, MPI.SUM)
             for each in functions:
                 own, sums = sums[: each.gradient.size], sums[each.gradient.size :]
-                gradient = own.reshape(each.gradient.shape).astype(self._problem.partial_dtype)
+                with np.errstate(all="ignore"):  # in float32 it may be infinite
+                    gradient = own.reshape(each.gradient.shape).astype(self._problem.partial_dtype)
                 (made[f"d{each.name}"],) = as_given(like, self._backend.give(gradient, like))
         if "dkey_bias" in made:
             shape = made["dkey_bias"].shape

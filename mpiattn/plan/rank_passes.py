@@ -160,7 +160,8 @@ class RankPasses:
         dsinks = self._backend.empty((p.batch * p.heads,), p.partial_dtype)
         event = self._backend.sink_gradient(dsinks, self._plane_sinks(sinks), chunks["lse"], chunks["delta"])
         self._backend.wait(event)
-        of_heads = on_host(dsinks).reshape(self._way.sequences, -1).sum(axis=0)
+        with np.errstate(all="ignore"):  # of infinite ones
+            of_heads = on_host(dsinks).reshape(self._way.sequences, -1).sum(axis=0)
         whole = np.zeros(self._decision.problem.heads, of_heads.dtype)
         whole[self._way.heads] = of_heads
         return whole

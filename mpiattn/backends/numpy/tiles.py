@@ -187,6 +187,8 @@ def backward(work, rows, head, block, given, grads, panel, meanwhile=None):
         if softcap is not None:
             slope = np.multiply(weight, weight, out=work("slope", weight.shape, dtype))
             np.subtract(1, slope, out=slope)
+            if hidden is not None:  # a hidden score may be NaN, and 0 * NaN is NaN
+                np.copyto(slope, 0, where=hidden)
             weight *= softcap
         _add_bias(block, rows, head, start, stop, weight)
         np.subtract(weight, base, out=weight)
