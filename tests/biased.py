@@ -46,7 +46,7 @@ def draw(problem, seed, kinds=None, narrow=False):
             bias[numbers.random(bias.shape) < rng.choice([0, 0, 0.2])] = -np.inf
             some["bias"] = bias.astype(p.dtype if narrow else partial)
         elif kind == "key_bias":
-            shape = rng.choice([(), (p.heads,), (p.batch, p.heads)])
+            shape = rng.choice([(), (p.heads,), (1,), (p.batch, p.heads), (p.batch, 1), (1, p.heads)])
             some["key_bias"] = normal(*shape, p.seqlen_k).astype(partial)
         elif kind == "alibi":
             some["alibi_slopes"] = (2.0 ** -np.arange(1, p.heads + 1)).astype(partial)
@@ -179,8 +179,10 @@ def _gradients(p, drawn, dscore):
         shared = tuple(axis for axis in (0, 1) if drawn.bias.shape[axis] == 1)
         gradients["bias"] = dscore.sum(axis=shared, keepdims=True)
     if drawn.key_bias is not None:
-        of_keys = dscore.sum(axis=2)
-        gradients["key_bias"] = of_keys.sum(axis=tuple(range(3 - drawn.key_bias.ndim)))
+        shape = drawn.key_bias.shape
+        full = (1,) * (3 - len(shape)) + shape
+        broadcast = tuple(axis for axis in (0, 1) if full[axis] == 1)
+        gradients["key_bias"] = dscore.sum(axis=2).sum(axis=broadcast, keepdims=True).reshape(shape)
     i, j = np.indices(dscore.shape[2:])
     if drawn.alibi_slopes is not None:
         gradients["alibi_slopes"] = -(dscore * np.abs(j - i - (p.seqlen_k - p.seqlen))).sum(axis=(0, 2, 3))

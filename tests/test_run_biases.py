@@ -83,7 +83,7 @@ def test_bfloat16_and_heads_before_tokens(tmp_path):
         ("--bias wide", "--bias is 'wide', in float64; it must be in float32"),
         (
             "--key-bias pair",
-            "--key-bias is 'pair', of shape (1, 1, 37, 37); it must be (seqlen_k,) or (heads, seqlen_k)",
+            "--key-bias is 'pair', of shape (1, 1, 37, 37); it must be (seqlen_k,) or (heads or 1, seqlen_k)",
         ),
         ("--dropout 1.5 --seed 3", "dropout is 1.5; it must be a number from 0, without 1"),
         ("--seed 5", "--seed is given without --dropout, which alone depends on it"),

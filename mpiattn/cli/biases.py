@@ -1,5 +1,7 @@
 """The biases and the dropout of `mpiattn run`: options, datasets of IN and OUT by tiles, and their verification."""
 
+import operator
+
 import numpy as np
 
 from ..arguments.arrays import on_host
@@ -16,7 +18,7 @@ from ..verify.spread_biases import rules_of
 
 SHAPES = {
     "bias": ["(batch or 1, heads or 1, seqlen, seqlen_k)"],
-    "key_bias": ["(seqlen_k,)", "(heads, seqlen_k)", "(batch, heads, seqlen_k)"],
+    "key_bias": ["(seqlen_k,)", "(heads or 1, seqlen_k)", "(batch or 1, heads or 1, seqlen_k)"],
 }
 
 
@@ -86,8 +88,10 @@ class RunBiases:
                 [f"({p.batch} or 1, {p.heads} or 1, {p.seqlen}, {p.seqlen_k})"],
             )
         else:
-            right = (p.seqlen_k,), (p.heads, p.seqlen_k), (p.batch, p.heads, p.seqlen_k)
-            fits, numbers = shape in right, list(map(str, right))
+            lengths = (1, p.batch), (1, p.heads), (p.seqlen_k,)
+            fits = 1 <= len(shape) <= 3 and all(map(operator.contains, lengths[-len(shape) :], shape))
+            of_keys = f"{p.heads} or 1, {p.seqlen_k}"
+            numbers = [f"({p.seqlen_k},)", f"({of_keys})", f"({p.batch} or 1, {of_keys})"]
         if not fits:
             raise FileError(
                 f"{argument}, of shape {shape}; it must be {' or '.join(SHAPES[name])} = {' or '.join(numbers)}"

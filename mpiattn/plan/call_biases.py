@@ -82,10 +82,9 @@ class CallBiases:
     def _checked_keys(self, key_bias: Array) -> Array:
         """As (batch or 1, heads or 1, tokens_k)."""
         p, tokens = self._problem, self._own_keys
-        axes = getattr(key_bias, "ndim", 3)
-        shape = (p.batch, p.heads, tokens) if axes == 3 else (p.heads, tokens) if axes == 2 else (tokens,)
-        names = KEYS.names[-len(shape) :]
-        wanted = Required(shape, np.dtype(p.partial_dtype), Axes(names, KEYS.tokens))
+        axes = min(max(getattr(key_bias, "ndim", 3), 1), 3)
+        shape = ((1, p.batch), (1, p.heads), tokens)[-axes:]
+        wanted = Required(shape, np.dtype(p.partial_dtype), Axes(KEYS.names[-axes:], KEYS.tokens))
         array = self._own(checked_array(self._backend, "key_bias", key_bias, wanted))
         self._key_axes = 3 - len(shape)  # that the argument lacks
         return array.reshape(*(1,) * self._key_axes, *array.shape)

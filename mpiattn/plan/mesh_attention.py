@@ -242,7 +242,7 @@ class MeshAttention(Lifetime):
             Without planes, it has all sequences and heads of the problem; an axis of length 1 is the same for all.
             In the plan's or in lse's dtype.  Copied if not contiguous.  -inf gives a pair no weight, NaN makes its
             row NaN.
-        key_bias : array, (tokens_k,), (heads, tokens_k) or (batch, heads, tokens_k), default None
+        key_bias : array, (tokens_k,), (heads or 1, tokens_k) or (batch or 1, heads or 1, tokens_k), default None
             Added to the scores of each of this rank's keys (`positions_k`), in lse's dtype; in plans with key_bias.
         alibi_slopes : array, (heads,), default None
             -slope * abs(distance) is added to scores (ALiBi), in lse's dtype, the same on every rank.  A distance is
