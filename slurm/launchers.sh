@@ -90,9 +90,12 @@ try_launcher() {
     if why=$(grep -m 1 -o "two ranks on .*" <<< "$said") && [ $code -eq 0 ]; then
         return 0
     fi
-    # Slurm's own word, but that a task has ended; else the first that looks like an error.
+    # Slurm's own word, but that a task has ended; else the first that looks like an error; else the first in a frame of
+    # dashes, in which Open MPI says its own, or the last.
     why=$(grep -E "^(srun|slurmstepd[^:]*): error: " <<< "$said" | grep -m 1 -vE "tasks? [0-9,-]+: " ||
-        grep -m 1 -iE "error|fail|cannot|can't|unable|invalid|not built" <<< "$said" || tail -n 1 <<< "$said")
+        grep -m 1 -iE "error|fail|cannot|can't|unable|invalid|not built" <<< "$said" ||
+        awk '/^ *-+ *$/ { framed = 1; next } NF { last = $0 } framed && NF && !first { first = $0 } END { print first ? first : last }' \
+            <<< "$said")
     if [ $((SECONDS - began)) -ge "$limit" ]; then
         why="no answer within $limit s (MPIATTN_LOOK_SECONDS)${why:+, $why}"
     elif [[ $said == *"each rank is alone"* ]]; then

@@ -217,6 +217,11 @@ def test_a_rank_that_stops(tmp_path, place):
         (f"print('{SENDING}', flush=True); import os; os.kill(os.getpid(), 11)", "no", "was ended by SIGSEGV"),
         (f"print('{SENDING}'); raise SystemExit(3)", "no", "ended with code 3"),
         ("raise ImportError('no libcuda')", "unknown", "before it sent: ImportError: no libcuda"),
+        (
+            "import sys; sys.exit('one\\n-----\\nMPI_Init failed:\\nmore\\n-----\\n')",
+            "unknown",
+            "before it sent: MPI_Init failed:",
+        ),
         ("import time; time.sleep(6000)", "unknown", "timed out"),
     ],
 )

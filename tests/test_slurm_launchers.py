@@ -215,6 +215,8 @@ def test_ranks_that_do_not_answer(job):
         (r"one\nMPICH ERROR [Rank 0]\nsrun: error: n1: tasks 0-1: Exited with exit code 255", 1),
         (r"MPICH ERROR [Rank 0]\nsrun: error: Unable to create step for job 17: Requested node is busy", 1),
         (r"one\n------\nno such thing", 2),
+        (r"one\n------\nThere are not enough slots\nfor two ranks\n------", 2),
+        (r"one\ntwo\n", 1),
     ],
 )
 def test_of_what_was_printed_what_says_why(job, says, why):

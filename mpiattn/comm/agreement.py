@@ -161,7 +161,8 @@ def _first_error(described, only):
     failing = [rank for rank, other in enumerate(described) if other == first]
     name, text = first
     if len(failing) < len(described) and only is None:
-        text = f"{text} (on {which_ranks(failing)} of {len(described)})"
+        others = "" if None in described else "; the others have errors too"
+        text = f"{text} (on {which_ranks(failing)} of {len(described)}{others})"
     return getattr(errors, name)(text)
 
 

@@ -109,6 +109,8 @@ def inner_layouts(space, pair, chunks):
         return [wanted]
     if wanted in (GRID, RANGES):
         return [pair] if pair[0].chunks == chunks else []
+    if pair[0].chunks == chunks and all(layout.kind == wanted for layout in pair):
+        return [pair]  # also of chunks of any lengths: nothing has to change ranks
     if wanted != "auto":
         return [pair_of((wanted, wanted), problem, chunks)]
     own = pair

@@ -170,6 +170,7 @@ def _of_documents(name: str, given: Any, pairs: Pairs, batch: int, packed: bool)
     if not (isinstance(given, Sequence) or getattr(given, "ndim", 0) > 0):
         raise ArgumentError(f"{name} is {_brief(given)}; it must be a sequence, of one value for each document")
     if not packed:
+        _array(name, given)  # whose elements a list would hide
         given = [[value] for value in given]  # each batch entry is one document
     nested = not packed or (len(given) > 0 and np.ndim(given[0]) > 0)
     if nested and len(given) != batch:
@@ -177,7 +178,7 @@ def _of_documents(name: str, given: Any, pairs: Pairs, batch: int, packed: bool)
             f"{name} has {len(given)} entries; it must have {batch}, one for each of the batch"
             + (", or be alike for all" if packed else "")
         )
-    rows = tuple(map(_array, given if nested else [given]))
+    rows = tuple(_array(name, row) for row in (given if nested else [given]))
     for row, (cuts, _) in zip(_spread(rows, len(pairs)), _spread(pairs, len(rows))):
         if row.shape != (len(cuts) - 1,):
             raise ArgumentError(f"{name} is {_brief(row)}; it must have a value for each of {len(cuts) - 1} documents")
@@ -191,15 +192,21 @@ def _of_documents(name: str, given: Any, pairs: Pairs, batch: int, packed: bool)
     return tuple(np.minimum(row, min(np.iinfo(row.dtype).max, 2**62)).astype(np.int64) for row in rows)
 
 
-def _array(values: Any) -> NDArray[Any]:
+def _array(name: str, values: Any) -> NDArray[Any]:
     try:
         return np.asarray(values)
-    except (ValueError, TypeError, RuntimeError):  # rows of different lengths, or a tensor
-        return np.empty(0)  # that NumPy cannot read
+    except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+        device = getattr(values, "device", None)
+        if device is not None:
+            raise ArgumentError(
+                f"{name} is on device {device}; it must be in host memory, as {name}.cpu() of PyTorch and {name}.get() "
+                "of CuPy are: a call needs its numbers before anything is computed"
+            ) from error
+        return np.empty(0)  # rows of different lengths
 
 
 def _integers(name: str, values: Any) -> NDArray[np.int64]:
-    array = _array(values)
+    array = _array(name, values)
     if array.dtype.kind not in "iu":
         raise ArgumentError(f"{name} is {_brief(values)}; it must hold whole numbers")
     return as_int64(array)
@@ -207,7 +214,7 @@ def _integers(name: str, values: Any) -> NDArray[np.int64]:
 
 def _check_no_mask(name: str, given: Any, batch: int, tokens: int) -> None:
     """Raise ArgumentError if lengths are given as a padding mask: of bool or of 0 and 1, with an entry a token."""
-    array = _array(given)
+    array = _array(name, given)
     if array.dtype == bool or (array.shape == (batch, tokens) and array.size and np.isin(array, (0, 1)).all()):
         raise ArgumentError(
             f"{name} is an array {array.shape} of {array.dtype}, a padding mask; it must be "

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 
+from .words import reason
+
 COMMAND = (sys.executable, "-m", __name__)
 TIMEOUT = 60.0  # seconds; the first use of a device takes some
 SIZES = (8, 4 * 2**20)  # bytes: an eager and a rendezvous message
@@ -47,10 +49,9 @@ def probe(command=COMMAND, timeout=TIMEOUT):
         if child.returncode < 0
         else f"ended with code {child.returncode}"
     )
-    errors = child.stderr.strip().splitlines()
     if SENDING not in child.stdout.split():
-        last = errors[-1] if errors else "no message"
-        return {"answer": "unknown", "text": f"the probe {how} before it sent: {last}"}
+        why = reason(child.stderr) or "no message"
+        return {"answer": "unknown", "text": f"the probe {how} before it sent: {why}"}
     return {"answer": "no", "text": f"a child process that sent a device buffer to itself {how}"}
 
 

@@ -8,6 +8,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
 
+def reason(text: str) -> str:
+    """The line of a failed program's output that says why: the first in a frame of dashes, as MPIs', else the last."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    frame = next((place for place, line in enumerate(lines) if not line.strip("-")), len(lines))
+    said = [line for line in lines[frame:] if line.strip("-")]
+    return next(iter(said or lines[-1:]), "")
+
+
 def number(count: Any, noun: str) -> str:
     """A number of things: "1 row", "2 rows", "2 queries", "1 to 2 rows"; count may be a `span`."""
     return f"{count} {noun if str(count) == '1' else plural(noun)}"

@@ -16,7 +16,9 @@ from mpiattn.verify.reference_masks import shown
 ALL = (*ALGORITHMS, *RINGS)
 
 
-def dense(q, k, v, slopes=None, table=None, causal=True, window=(None, None), softcap=None, sinks=None, mask=None):
+def dense(
+    q, k, v, slopes=None, table=None, causal=True, window=(None, None), softcap=None, scale=None, sinks=None, mask=None
+):
     """out (queries, heads, value_dim) and lse (heads, queries) of one sequence, by the definition."""
     (queries, heads, dim), (tokens, kv_heads, _) = q.shape, k.shape
     q, k, v = (array.astype(np.float64) for array in (q, k, v))
@@ -28,7 +30,7 @@ def dense(q, k, v, slopes=None, table=None, causal=True, window=(None, None), so
     seen &= True if mask is None else shown(mask, at[:, 0], keys[0], tokens, tokens)
     out, lse = np.zeros((queries, heads, v.shape[2])), np.full((heads, queries), -np.inf)
     for h in range(heads):
-        score = q[:, h] @ k[:, h * kv_heads // heads].T / dim**0.5
+        score = q[:, h] @ k[:, h * kv_heads // heads].T * (scale or dim**-0.5)
         score = score if softcap is None else softcap * np.tanh(score / softcap)
         if slopes is not None:
             score = score - float(slopes[h]) * abs(distance)

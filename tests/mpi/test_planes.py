@@ -2,7 +2,7 @@
 
 import os
 import time
-from itertools import product
+from itertools import pairwise, product
 from unittest.mock import patch
 
 import numpy as np
@@ -11,7 +11,7 @@ from dense import draw
 from runs import BACKENDS, check, my_chunks, narrow, on
 from test_counted import count
 
-from mpiattn import ArgumentError, Layout, MeshAttention
+from mpiattn import ArgumentError, Layout, MeshAttention, masks
 from mpiattn.backends import wire
 from mpiattn.backends.testing.deferred import DeferredBackend
 from mpiattn.engine import coming
@@ -204,6 +204,20 @@ def test_another_length(group):
         with MeshAttention(group, seqlen=45, backend=BACKENDS[0], **narrow(how)) as fresh:
             chunks = my_chunks(other, *draw(other.problem))
             assert all(map(np.array_equal, other.forward(*chunks), fresh.forward(*chunks)))
+
+
+@on(2, 4)
+def test_chunks_of_any_lengths_stay(group):
+    """A mesh of the caller's own kind takes his chunks, so that nothing travels where no rank sees another's keys."""
+    sizes = tuple(range(3, 3 + group.size))
+    cuts = [sum(sizes[:rank]) for rank in range(group.size + 1)]
+    mask = masks.ranges([(start, stop, start, stop, "full") for start, stop in pairwise(cuts)])
+    for mesh_layout in ("contiguous", "auto"):
+        how = {"heads": 2, "head_dim": 4, "tile": "ring", "schedule": "greedy", "mesh_layout": mesh_layout}
+        with MeshAttention(group, seqlen=cuts[-1], layout=sizes, mask=mask, **how) as plan:
+            q = np.ones((1, len(plan.positions), 2, 4), np.float32)
+            plan.forward(q, q, q)
+            assert plan.sent == (0, 0) and len(q[0]) == sizes[group.rank]
 
 
 @on(4)
