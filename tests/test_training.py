@@ -105,6 +105,32 @@ def test_results_in_memory_of_the_callers():
     assert launch.mpirun(2, [sys.executable, "-c", code + more], timeout=120).stdout.count("right") == 2
 
 
+MERGED = """
+def whole(tensor):
+    return torch.cat([torch.from_numpy(part) for part in comm.allgather(tensor.numpy())], 1)
+
+given = [q, k, v, more_k, more_v]
+of_all = [whole(each.detach()).requires_grad_() for each in given]
+both = [torch.cat(pair, 1) for pair in zip(of_all[1:3], of_all[3:])]
+q_of, k_of, v_of = (each.transpose(1, 2) for each in (of_all[0], *both))
+seen = torch.cat([torch.ones(100, 100, dtype=torch.bool).tril(), torch.ones(100, 40, dtype=torch.bool)], 1)
+dense = torch.nn.functional.scaled_dot_product_attention(q_of, k_of, v_of, seen).transpose(1, 2)
+dense.square().sum().backward()
+assert torch.allclose(whole(out.detach()), dense.detach(), atol=1e-5)
+for each, one in zip(given, of_all):
+    assert torch.allclose(whole(each.grad), one.grad, atol=1e-4)
+print("right")
+"""
+
+
+@needs_example
+def test_keys_in_two_parts():
+    """What the documentation shows has the gradients of one attention to all keys."""
+    text = (launch.DOCS / "training.md").read_text()
+    code = re.search(r"<!-- test: merge -->\n```python\n(.*?)```", text, re.DOTALL)[1]
+    assert launch.mpirun(3, [sys.executable, "-c", code + MERGED], timeout=120).stdout.count("right") == 3
+
+
 @pytest.mark.skipif(not launch.DOCS.is_dir(), reason="takes the docs of a checkout")
 def test_one_array_for_keys_and_values():
     """What the documentation shows."""
