@@ -60,8 +60,8 @@ FEATURES = {
         {"value_dim": 24}, decode={"value_dim": 24}, options=("value_dim",), files=FILES
     ),
     "shared_kv: values are the first columns of the keys": Feature(
-        {"value_dim": 8, "shared_kv": True},
-        decode={"value_dim": 8, "shared_kv": True},
+        {"value_dim": 8, "shared_kv": True, "scale": 0.1},
+        decode={"value_dim": 8, "shared_kv": True, "scale": 0.1},
         options=("shared_kv",),
         files=FILES,
     ),

@@ -138,11 +138,9 @@ def test_errors(group, monkeypatch):
 
         for decode in (tree_decode, *RINGS.values()):
             message = text(decode, alibi_slopes=slopes + odd)
-            assert (
-                message.startswith("alibi_slopes is array([1., 1., 1., 1.]") and "on rank 0 but array([2., " in message
-            )
+            assert message.startswith("alibi_slopes[0] is 1.0 on rank 0 but 2.0 on rank 1; it must be the same")
         assert text(alibi_slopes=slopes if odd else None).startswith("alibi_slopes is left out on rank 0 but array")
-        assert text(relative_bias=table - odd).startswith("relative_bias is array([[0., ")
+        assert text(relative_bias=table - odd).startswith("relative_bias[0, 0] is 0.0 on rank 0 but -1.0 on rank 1")
         assert text(alibi_slopes=slopes.astype("float16")).startswith(
             "alibi_slopes has dtype float16; it must be float32"
         )

@@ -201,3 +201,13 @@ def test_memory_is_shared():
     for dtype in DTYPES:
         given = tensor(3, dtype=dtype)
         assert as_tensor(array(given)).data_ptr() == given.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens", "lengths", "prefixes", "causal_documents"])
+def test_documents_on_another_device(comm, name):
+    """They are read before anything is computed."""
+    with MeshAttention(comm, **SHAPE) as plan:
+        q, k = tensor(2, len(plan.positions), 4, 8), tensor(2, len(plan.positions), 2, 8)
+        at = [0, 9, 29] if name == "cu_seqlens" else [1, 1]
+        text = same_error(comm, lambda: plan.forward(q, k, k, **{name: torch.tensor(at, device="meta")}))
+        assert text.startswith(f"{name} is on device meta; it must be in host memory, as {name}.cpu()")

@@ -11,7 +11,7 @@ import pytest
 from mpiattn import PeerFailure
 from mpiattn.backends.wire import WireBytes
 from mpiattn.comm import peers as waiting
-from mpiattn.comm.channel import Channel
+from mpiattn.comm.channel import Channel, listen
 from mpiattn.comm.exchange import Exchange
 from mpiattn.comm.peers import HEAD, SHORT, Peers
 
@@ -105,6 +105,17 @@ def test_a_rank_that_was_told_of_a_failure_tells_nobody(comm, at_least):
     channel.close()
     comm.Barrier()
     duplicate.Free()
+
+
+def test_a_communicator_that_the_caller_has_freed(comm, at_least):
+    """A channel that stays open after a failure, on the caller's own: others are read as before."""
+    at_least(2)
+    duplicate = comm.Dup()
+    channel = Channel(duplicate)
+    duplicate.Free()
+    listen()
+    channel.close()
+    Peers(comm).barrier()
 
 
 def test_an_exception_holds_the_buffers(comm):
