@@ -273,6 +273,17 @@ def test_rows_without_keys_or_gradients(plan):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
+def test_rows_that_see_nothing_are_filled(plan):
+    """A program that writes something of its own into the rows of padding, in place."""
+    q, k, v, dout = chunks(plan)
+    call = {"lengths": [13, 13]}
+    out, lse = plan.forward(q, k, v, **call)
+    wanted = plan.backward(dout, q, k, v, out, lse, **call)
+    out[:, plan.positions >= 13] = 7
+    for one, other in zip(wanted, plan.backward(dout, q, k, v, out, lse, **call), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_fewer_tokens_than_ranks(comm):
     with MeshAttention(comm, **{**PLAN, "seqlen": 1}, layout=(1, *[0] * (comm.size - 1))) as plan:
         right(plan, [(chunks(plan), call) for call in ({}, {"sinks": OTHERS}, {"dropout": 0.5, "seed": 1})], (2, 0, 1))
@@ -315,3 +326,7 @@ def test_little_is_kept(comm):
         ((call,),) = plan._returned._calls.values()
         assert call.out.base is None and call.out.size <= 3 * 8
         assert "another array (4, 999)" in repr(call.options["relative_bias"].given)
+        slopes = np.ones((1000, 4), np.float32)[3]
+        plan.forward(q, k, v, alibi_slopes=slopes)
+        *_, (call,) = plan._returned._calls.values()
+        assert call.options["alibi_slopes"].given.base is None
