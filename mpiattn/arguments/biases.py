@@ -135,9 +135,9 @@ class BiasArguments(NamedTuple):
             else:  # each rank has another part of it
                 values[name] = AsGiven(True, Words("given"))
         if self.relative_grid is not None:
-            values["relative_grid"] = tuple(self.relative_grid)
-        if any(self.relative_cyclic or ()):
-            values["relative_cyclic"] = tuple(self.relative_cyclic or ())
+            values["relative_grid"] = tuple(map(int, self.relative_grid))
+        if self.relative_cyclic is not None and any(self.relative_cyclic):  # else as if it was left out
+            values["relative_cyclic"] = tuple(map(bool, self.relative_cyclic))
         if self.dropout:
             values |= {"dropout": float(self.dropout), "seed": self.seed}
         return values

@@ -207,6 +207,14 @@ def test_the_same_documents_said_otherwise(plan):
         ({"lengths": [20, 20]}, {"cu_seqlens": [0, 20], "padding": True}),
         ({}, {"prefixes": [0, 1], "causal_documents": [True, True]}),
         ({"dropout": 0.0, "seed": 3}, {}),
+        (
+            OPTIONS["relative_bias of a cyclic grid"],
+            {
+                **OPTIONS["relative_bias of a cyclic grid"],
+                "relative_grid": np.array([4, 6]),
+                "relative_cyclic": np.array([False, True]),
+            },
+        ),
         ({"dropout": 0.5, "seed": np.int64(3)}, {"dropout": np.float64(0.5), "seed": 3}),
         (
             OPTIONS["relative_bias of a grid"],
