@@ -204,13 +204,23 @@ def test_gradients_of_slopes_and_tables_go_by_places():
                 assert abs((sides[0] - sides[1]) / (2 * step) - gradient[at]) < 1e-6, (name, at)
 
 
-def test_two_masks_with_other_places_are_refused():
-    with pytest.raises(ArgumentError, match="give tokens other places"):
-        mpiattn.attention(
-            *arrays(8)[:3], comm=MPI.COMM_SELF, mask=masks.tree([-1, -1]) & masks.share_question(2, [3, 3])
-        )
+@pytest.mark.parametrize("distance", [{"window": (3, 0)}, {"alibi_slopes": np.array([0.5, 0.5])}], ids=list)
+def test_two_masks_with_other_places_are_refused(distance):
+    q, k, v, _ = arrays(8)
+    other = masks.tree([-1, -1]) & masks.share_question(2, [3, 3])
     same = masks.tree([-1, -1]) & masks.tree([-1, -1])
-    mpiattn.attention(*arrays(8)[:3], comm=MPI.COMM_SELF, mask=same, window=(3, 0))
+    with KVCache(MPI.COMM_SELF, capacity=9, kv_heads=HEADS, head_dim=DIM, dtype="float64") as cache:
+        cache.append(k, v)
+        for call in (
+            lambda **how: mpiattn.attention(q, k, v, comm=MPI.COMM_SELF, **how),
+            lambda **how: tree_decode(q, cache, **how),
+        ):
+            call(mask=other)  # nothing goes by distance
+            call(mask=same, **distance)
+            with pytest.raises(ArgumentError, match="give tokens other places"):
+                call(mask=other, **distance)
+    with pytest.raises(ArgumentError, match="give tokens other places"):
+        (other & masks.chunked(4)).check(8, 8)
 
 
 def test_a_grid_beside_places_is_refused():

@@ -38,7 +38,8 @@ def _problem_of(cache, queries, heads, arguments):
     scores = {name: getattr(arguments, name) for name in ("causal", "window", "softcap", "scale")}
     longest = cache.ranks * cache.pages * cache.page_size
     # then the window goes by places too, and is a part of the mask
-    by_places = arguments.mask is not None and checked_mask(arguments.mask).places(longest) is not None
+    mask = None if arguments.window is None or arguments.mask is None else checked_mask(arguments.mask)
+    by_places = mask is not None and mask.places(longest) is not None
     key = repr((queries, heads, *scores.values(), by_places))
     if key not in cache.last_problem:
         check_scale_given(arguments.scale, cache.shared_kv, cache.head_dim)
@@ -53,10 +54,10 @@ def _problem_of(cache, queries, heads, arguments):
             dtype=cache.dtype,
             **scores,
         )
-        mask = problem.whole_mask
+        limits = problem.whole_mask
         if by_places:
-            mask = replace(mask, window=(None, None))
-        bounds = mask.key_interval(np.arange(queries))
+            limits = replace(limits, window=(None, None))
+        bounds = limits.key_interval(np.arange(queries))
         cache.last_problem = {key: (problem, np.concatenate(bounds, axis=None) - longest)}
     return cache.last_problem[key]
 
@@ -129,12 +130,14 @@ class DecodeCall:
             # Positions of the first key that each query sees, and then past the last: (sequences, 2 * queries) a list
             self._lists = [np.maximum(lengths[:, None] + ends, 0)]
             if given.mask is not None:
-                mask = given.mask
+                mask = checked_mask(given.mask)
                 if self.problem.window != (None, None) and mask.places(int(lengths.max(initial=0))) is not None:
                     mask = Window(*self.problem.window) & mask
                 self._lists = interval_lists(mask, lengths, *self._lists)
             same["mask"] = given.mask
             functions = checked_functions(given.alibi_slopes, given.relative_bias, self.problem, self.backend, same)
+            if functions and given.mask is not None:
+                given.mask.places(self.problem.seqlen_k)  # raises where parts of the mask disagree
         self.sinks, self._biases = sinks, None
         if functions:
             ledgers = cache.storage.ledgers

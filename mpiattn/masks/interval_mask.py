@@ -139,7 +139,13 @@ class _Pair(IntervalMask):
     def check(self, seqlen: int, seqlen_k: int) -> None:
         self.a.check(seqlen, seqlen_k)
         self.b.check(seqlen, seqlen_k)
-        self.places(seqlen_k)
+        if self.by_distance:
+            self.places(seqlen_k)
+
+    @property
+    def by_distance(self) -> bool:  # type: ignore[override]
+        """Whether a part goes by distance."""
+        return self.a.by_distance or self.b.by_distance
 
     def places(self, seqlen_k: int) -> Places | None:
         first, second = self.a.places(seqlen_k), self.b.places(seqlen_k)
@@ -152,7 +158,7 @@ class _Pair(IntervalMask):
 
     def _parts(self, seqlen_k: int) -> tuple[IntervalMask, IntervalMask]:
         """The two masks; what goes by distance goes by the places that either has."""
-        places = self.places(seqlen_k)
+        places = self.places(seqlen_k) if self.by_distance else None
         return (self.a, self.b) if places is None else (by_places(self.a, places), by_places(self.b, places))
 
 

@@ -319,7 +319,8 @@ class ShareQuestion(IntervalMask):
 def share_question(question: int, answers: Sequence[int]) -> ShareQuestion:
     """Several answers to one question, one after another: an answer sees the question and itself, both causally.
 
-    Windows, chunks and biases by distance count as if an answer followed on the question.  share_question(2, [2, 1])::
+    Windows, chunks and biases by distance count as if an answer followed on the question.
+    share_question(2, [2, 1])::
 
         1 0 0 0 0
         1 1 0 0 0

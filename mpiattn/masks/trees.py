@@ -89,9 +89,9 @@ class Tree(IntervalMask):
 def tree(parents: Sequence[int]) -> Tree:
     """Speculative decoding: the last tokens are drafts, of which each sees the context, its ancestors and itself.
 
-    The tokens before are the context.  Its queries, if any are asked, are causal.  Windows, chunks and biases by distance
-    count steps along the path of a draft, so that it gets what it would get if it were decoded alone.  A tree where drafts 0 and 3 follow
-    the context, 1 and 2 follow 0; [-1, 0, 0, -1] after a context of one token::
+    The tokens before are the context.  Its queries, if any are asked, are causal.  Windows, chunks and biases by
+    distance count steps along the path of a draft, so that it gets what it would get if it were decoded alone.  A tree
+    where drafts 0 and 3 follow the context, 1 and 2 follow 0; [-1, 0, 0, -1] after a context of one token::
 
         1 . . . .
         1 1 . . .

@@ -70,7 +70,7 @@ def documents(
             wrong = wrong or left_out("cu_seqlens_k", k_cuts, problem.seqlen_k)
             if wrong:
                 raise ArgumentError(wrong)
-    if pairs is not None and problem.places is not None and problem.window != (None, None):
+    if pairs is not None and problem.window != (None, None) and problem.places is not None:
         check_diagonals(tuple(Group(*pair) for pair in pairs), problem, f"window, beside mask {problem.mask},")
     if prefixes is None and causal_documents is None:
         return None if pairs is None else tuple(Group(*pair) for pair in pairs)

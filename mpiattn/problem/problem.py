@@ -197,6 +197,8 @@ class Problem:
                 raise ArgumentError(f"softcap is {self.softcap!r}; it must be positive, or None or 0 for none")
         if self.mask is not None:
             check_fits(checked_mask(self.mask), self.seqlen, self.seqlen_k)
+            if self.window != (None, None):
+                self.mask.places(self.seqlen_k)  # raises where parts of the mask disagree
         limits = np.finfo(self.partial_dtype)
         # Half the largest number, since a back end may convert scores to base 2.  Subnormal numbers lose digits.
         tiny, most = float(limits.tiny), float(limits.max) / 2
@@ -267,7 +269,8 @@ class Problem:
     def whole_mask(self) -> Mask:
         """The `Mask`: the keys that each query sees, by all of the problem's masks."""
         fields = {name: getattr(self, name) for name in MASK_FIELDS}
-        if self.places is not None and self.window != (None, None):  # which goes by places, as all in that mask
+        # beside places, the window goes by them as a part of the mask
+        if self.mask is not None and self.window != (None, None) and self.places is not None:
             fields |= {"window": (None, None), "mask": SequenceWindow(*self.window) & self.mask}
         return Mask(**fields)
 

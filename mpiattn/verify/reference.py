@@ -8,9 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..masks.interval_mask import Both
-from ..masks.sequence import Window
-from .reference_masks import place_of, shown, span
+from .reference_masks import Both, Window, place_of, shown, span
 
 BLOCK_PAIRS = 2**17  # scores in memory at a time, 1 MB
 BLOCK_ROWS = 64  # of a block, where each sees few keys

@@ -5,12 +5,27 @@ It reads only what a mask is made of, its public fields, and shares no code with
 
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 ROUNDING = 1e-9  # radians by which a point of a sphere may be too far away
 FAR = 2**62
 LINE_PAIRS = 2**20  # of lines compared at a time
+
+
+class Window(NamedTuple):
+    """A window as `mpiattn.masks` has one."""
+
+    left: int | None
+    right: int | None
+
+
+class Both(NamedTuple):
+    """What two masks show, as `mpiattn.masks` has it."""
+
+    a: object
+    b: object
 
 
 def shown(mask, positions, keys, seqlen, seqlen_k, place=None):
