@@ -26,6 +26,7 @@ def refused(call, *arguments, **keywords):
         ("softmax_scale", "softmax_scale is not an argument of attention; it is called scale here"),
         ("is_causal", "it is called causal here"),
         ("window_size", "it is called window here"),
+        ("sliding_window", "sliding_window=n is window=(n - 1, 0) here, the keys before a query's own"),
         ("cu_seqlens_q", "it is called cu_seqlens here"),
         ("dropout_p", "dropout_p is not an argument of attention; it is called dropout here"),
         ("attn_bias", "it is called bias here"),
@@ -93,3 +94,37 @@ def test_errors_of_types_inside_stay():
     """Only unknown keywords are turned into errors of their own."""
     with mpiattn.MeshAttention(MPI.COMM_SELF, **SHAPE) as plan, pytest.raises(TypeError, match="missing"):
         plan.forward(check=True)
+
+
+def test_a_sliding_window_counts_itself():
+    """The hint has the number that was given, and is right."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 9, 2, 8))
+    text = refused(mpiattn.attention, q, k, v, comm=MPI.COMM_SELF, sliding_window=4)
+    assert "sliding_window=4 is window=(3, 0) here" in text, text
+    out, _ = mpiattn.attention(q, k, v, comm=MPI.COMM_SELF, window=(3, 0))
+    last, _ = mpiattn.attention(q[:, 8:], k[:, 5:], v[:, 5:], comm=MPI.COMM_SELF)
+    np.testing.assert_allclose(out[:, 8:], last, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "keywords, text",
+    [
+        ({"is_causal": True}, "is_causal is not an argument of masks.neighborhood; it is called causal here"),
+        ({"window_size": 3}, "window_size is not an argument of masks.neighborhood; it is called kernel_size here"),
+        ({"stride": 2}, "there is no stride here: every point has a window of its own"),
+        ({"dilatoin": 2}, "did you mean dilation?"),
+        ({"xyz": 2}, "which has shape, kernel_size, dilation, causal, cyclic, edge"),
+    ],
+)
+def test_names_of_masks(keywords, text):
+    assert text in refused(mpiattn.masks.neighborhood, (6, 6), 3, **keywords)
+
+
+def test_functions_of_pairs_are_no_masks():
+    text = refused(mpiattn.masks.function, mask_mod=lambda b, h, i, j: i >= j, seqlen=10)
+    assert "mask_mod is not an argument of masks.function: no mask is a function of pairs here" in text, text
+    for pairs in (lambda b, h, i, j: i >= j, lambda i, j: i >= j):
+        with pytest.raises(mpiattn.ArgumentError, match="it must take the positions of queries alone"):
+            mpiattn.masks.function(pairs, 10)
+    for takes_one in (lambda i, shift=1: ([0 * i], [i + shift]), lambda *at: ([0 * at[0]], [at[0] + 1])):
+        assert mpiattn.masks.function(takes_one, 10).keys == 10

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 from ..errors import KeywordError
 from ..system.closest import of_choices
+from ..system.values import is_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -111,16 +113,22 @@ def for_record(record: type[Any], arguments: dict[str, Any]) -> dict[str, Any]:
 def unknown(called: str, names: Iterable[str], allowed: Iterable[str] | None = None) -> KeywordError | None:
     """The error about the first of these keywords that a function does not have; None if it has all.
 
-    called: the name for users of a function that has been learned.  allowed: the names of all its arguments, where
-        it takes more than it lists.
+    called: the name for users of a function that has been learned.  names: with their values, where these are known.
+    allowed: the names of all its arguments, where it takes more than it lists.
     """
     allowed = tuple(_known[called] if allowed is None else allowed)
     name = next((name for name in names if name not in allowed), None)
-    return None if name is None else KeywordError(f"{name} is not an argument of {called}{_meant(name, allowed)}")
+    if name is None:
+        return None
+    value = names[name] if isinstance(names, Mapping) else None
+    return KeywordError(f"{name} is not an argument of {called}{_meant(name, allowed, value)}")
 
 
-def _meant(name: str, allowed: tuple[str, ...]) -> str:
+def _meant(name: str, allowed: tuple[str, ...], value: Any = None) -> str:
     current = FORMER.get(name, ELSEWHERE.get(name, name))
+    if current in allowed and name == "sliding_window":
+        before, count = (value - 1, value) if is_whole(value, 1) else ("n - 1", "n")
+        return f"; {name}={count} is window=({before}, 0) here, the keys before a query's own, which is not counted"
     if current in allowed:
         return f" any more; it is now called {current}" if name in FORMER else f"; it is called {current} here"
     functions = sorted(function for function, of in _known.items() if current in of and current not in "qkv")
@@ -137,6 +145,8 @@ def option(name: str, options: Iterable[str]) -> str:
     plain = name.strip("-").replace("-", "_")
     current = FORMER.get(plain, ELSEWHERE.get(plain, ""))
     called = f"--{current.replace('_', '-')}"
+    if plain == "sliding_window" and called in options:
+        return f"; {name} N is --window N-1,0 here: the keys before a query's own, which is not counted"
     if current and called in options:
         return f"; {name} is now called {called}" if plain in FORMER else f"; {name} is called {called} here"
     if (current or plain) in OF_CALLS:

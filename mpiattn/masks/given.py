@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from ..errors import ArgumentError
 from ..system.values import as_int64, whole_number
 from .interval_mask import NEVER, PIECE, IntervalMask, without_empty
 from .pieces import all_cuts
-from .values import digest
+from .values import digest, explained
 
 MOST = 2**31 - 1  # queries of a function, which is asked about all of them: 32 GiB of intervals
 
@@ -95,6 +96,7 @@ def _given(begin: IntArray, end: IntArray) -> Given:
     return Given(lists, queries, int(end.max(initial=0)), digest(begin, end), begin, end)
 
 
+@explained
 def intervals(begin: Any, end: Any) -> Given:
     """A mask given as arrays: query i sees the keys begin[k, i] <= j < end[k, i] of every list k.
 
@@ -125,6 +127,22 @@ def intervals(begin: Any, end: Any) -> Given:
     return _given(*_checked("", begin, end))
 
 
+def _check_one_argument(f: Callable[..., Any]) -> None:
+    """Raise ArgumentError if a function cannot be called with positions alone."""
+    try:
+        parameters = signature(f)
+    except (TypeError, ValueError):  # of some written in C, Python knows no signature
+        return
+    try:
+        parameters.bind(None)
+    except TypeError:
+        raise ArgumentError(
+            f"f takes {parameters}; it must take the positions of queries alone and return (begin, end), the keys that "
+            "they see as intervals: a function of pairs, as the mask_mod of FlexAttention, is none"
+        ) from None
+
+
+@explained
 def function(f: Callable[[IntArray], tuple[Any, Any]], seqlen: int) -> Given:
     """A mask given as a function from positions of queries to the intervals of keys that they see.
 
@@ -157,6 +175,7 @@ def function(f: Callable[[IntArray], tuple[Any, Any]], seqlen: int) -> Given:
     seqlen = whole_number("seqlen", seqlen, 0, most=MOST)
     if not callable(f):
         raise ArgumentError(f"f is {f!r}; it must be a function from positions to (begin, end)")
+    _check_one_argument(f)
     pieces = []
     for start in range(0, seqlen, PIECE):
         stop = min(start + PIECE, seqlen)

@@ -14,7 +14,7 @@ from ..system.choices import one_of
 from .interval_mask import IntervalMask
 from .pieces import in_pieces, needed_cuts
 from .rows import of_cyclic_rows
-from .values import by_axis, fits, from_one, truths, whole_numbers
+from .values import by_axis, explained, fits, from_one, truths, whole_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -173,6 +173,7 @@ def _by(numbers: Sequence[int]) -> str:
     return "x".join(map(str, numbers))
 
 
+@explained
 def neighborhood(
     shape: Sequence[int],
     kernel_size: int | Sequence[int],

@@ -13,7 +13,7 @@ from ..errors import ArgumentError
 from ..system.choices import one_of
 from .interval_mask import IntervalMask, disjoint, without_empty
 from .pieces import all_cuts
-from .values import digest, whole_numbers
+from .values import digest, explained, whole_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -83,6 +83,7 @@ class Ranges(IntervalMask):
         return all_cuts(self, seqlen, seqlen_k)
 
 
+@explained
 def ranges(entries: Iterable[Sequence[Any]]) -> Ranges:
     """Rectangles of queries and keys, as the slices (q_range, k_range, type) of MagiAttention.
 

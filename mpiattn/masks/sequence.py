@@ -13,7 +13,7 @@ from ..system.values import LARGEST, UNLIMITED, whole_number
 from .interval_mask import IntervalMask, without_empty
 from .pieces import needed_cuts
 from .places import Places
-from .values import digest, fits, whole_numbers
+from .values import digest, explained, fits, whole_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,6 +54,7 @@ class Window(IntervalMask):
         return needed_cuts(self, np.array([seqlen - seqlen_k - right]), seqlen, seqlen_k)
 
 
+@explained
 def window(left: int | None = None, right: int | None = None) -> Window:
     """Every query sees the keys around its diagonal: from `left` before it to `right` after it.
 
@@ -90,6 +91,7 @@ def window(left: int | None = None, right: int | None = None) -> Window:
     return Window(*sides)
 
 
+@explained
 def causal() -> Window:
     """Every query sees the keys up to its diagonal: window(None, 0)."""
     return Window(None, 0)
@@ -112,6 +114,7 @@ class Global(IntervalMask):
         return needed_cuts(self, np.array([min(self.tokens, seqlen)]), seqlen, seqlen_k)
 
 
+@explained
 def global_tokens(n: int) -> Global:
     """The first n tokens see all, and are seen by all; the others see nothing else.
 
@@ -164,6 +167,7 @@ class Chunked(IntervalMask):
         return needed_cuts(self, np.array([seqlen - seqlen_k]), seqlen, seqlen_k)
 
 
+@explained
 def chunked(size: int) -> Chunked:
     """Every query sees the keys of the chunk that holds its diagonal: block-local attention.
 
@@ -242,6 +246,7 @@ class Blocks(IntervalMask):
         return needed_cuts(self, np.arange(0, seqlen, min(self.size, max(seqlen, 1))), seqlen, seqlen_k)
 
 
+@explained
 def blocks(size: int, pairs: Any) -> Blocks:
     """Block-sparse attention: a query sees the blocks of keys that are listed for its own block.
 
@@ -316,6 +321,7 @@ class ShareQuestion(IntervalMask):
         return needed_cuts(self, self.question + np.cumsum([0, *self.answers]), seqlen, seqlen_k)
 
 
+@explained
 def share_question(question: int, answers: Sequence[int]) -> ShareQuestion:
     """Several answers to one question, one after another: an answer sees the question and itself, both causally.
 

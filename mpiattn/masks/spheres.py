@@ -13,7 +13,7 @@ from ..errors import ArgumentError
 from .interval_mask import IntervalMask
 from .pieces import in_pieces, needed_cuts
 from .rows import of_cyclic_rows
-from .values import digest, fits, whole_numbers
+from .values import digest, explained, fits, whole_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -127,6 +127,7 @@ def _columns(turn: FloatArray, half: FloatArray, length: IntArray) -> tuple[IntA
     return np.where(whole, 0, begin), np.where(whole, length, end)
 
 
+@explained
 def sphere(row_lengths: Sequence[int], radius: float, latitudes: Sequence[float] | None = None) -> Sphere:
     """Every point of a grid on a sphere sees the points within an angle: rows near the poles are seen further along.
 

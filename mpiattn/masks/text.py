@@ -12,6 +12,7 @@ from .rectangles import ranges
 from .sequence import blocks, causal, chunked, global_tokens, share_question, window
 from .spheres import sphere
 from .trees import tree
+from .values import explained
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ HELP = "; ".join([*FORMS.values(), "A & B shows what both show, A | B what eithe
 OPTIONS = {"neighborhood": ("grid", "dilation", "causal", "cyclic", "edge"), "sphere": ("grid", "rows")}
 
 
+@explained
 def parse(text: str, grid: Sequence[int] | None = None) -> IntervalMask:
     """A mask from its text.
 

@@ -12,7 +12,7 @@ from ..errors import ArgumentError
 from .interval_mask import IntervalMask, disjoint, without_empty
 from .pieces import needed_cuts
 from .places import Places
-from .values import digest, whole_numbers
+from .values import digest, explained, whole_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,6 +86,7 @@ class Tree(IntervalMask):
         return needed_cuts(self, np.append(np.arange(seqlen - self.drafted, seqlen), first), seqlen, seqlen_k)
 
 
+@explained
 def tree(parents: Sequence[int]) -> Tree:
     """Speculative decoding: the last tokens are drafts, of which each sees the context, its ancestors and itself.
 

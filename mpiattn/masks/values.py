@@ -2,17 +2,54 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from inspect import signature
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, KeywordError
+from ..system.closest import of_choices
 from ..system.values import UNLIMITED, truth, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+# What NATTEN calls an argument.
+ELSEWHERE = {"window_size": "kernel_size", "is_causal": "causal", "spatial_shape": "shape"}
+# Arguments of others that have no counterpart, and why.
+WITHOUT = {
+    "stride": "there is no stride here: every point has a window of its own, as with NATTEN's stride=1",
+    "mask_mod": "no mask is a function of pairs here: masks.function takes one from positions of queries to the "
+    "intervals of keys that they see",
+}
+Maker = TypeVar("Maker", bound="Callable[..., Any]")
+
+
+def explained(maker: Maker) -> Maker:
+    """A maker of masks whose error about a keyword that it does not have says what is meant, as those of plans do."""
+    allowed = tuple(signature(maker).parameters)
+
+    @functools.wraps(maker)
+    def checked(*args: Any, **how: Any) -> Any:
+        for name in how:
+            if name not in allowed:
+                raise KeywordError(f"{name} is not an argument of masks.{maker.__name__}{_meant(name, allowed)}")
+        return maker(*args, **how)
+
+    return checked  # type: ignore[return-value]
+
+
+def _meant(name: str, allowed: tuple[str, ...]) -> str:
+    current = ELSEWHERE.get(name)
+    if current in allowed:
+        return f"; it is called {current} here"
+    if name in WITHOUT:
+        return f": {WITHOUT[name]}"
+    return of_choices(name, allowed) or f", which has {', '.join(allowed) or 'none'}"
 
 
 def digest(*arrays: Any) -> str:

@@ -248,10 +248,11 @@ class MeshAttention(Lifetime):
             -slope * abs(distance) is added to scores (ALiBi), in lse's dtype, the same on every rank.  A distance is
             that of a key from the query's diagonal, which is the query itself where there are as many keys as queries.
         relative_bias : array, (heads or 1, 2 R + 1) or (heads or 1, 2 R + 1 of each axis of a grid), default None
-            Number R + d is added to scores at distance d; R's beyond it.  In lse's dtype, the same on every rank.
+            Number R + d is added to scores at distance d = key - query (Swin's tables have query - key); R's beyond it.
+            In lse's dtype, the same on every rank.
         relative_grid, relative_cyclic : sequence of int and of bool, default None
             Points along the axes of a grid that the tokens are in C order; whether each axis has no ends.  Distances
-            are then offsets along the axes, on cyclic ones by the shorter way.
+            are then offsets along the axes, on cyclic ones by the shorter way, of two that are equal the negative one.
         dropout : float, default 0.0
             Probability that a weight is dropped; others are divided by 1 - dropout.  lse is that of all weights.
         seed : int, default None
