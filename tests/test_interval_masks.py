@@ -110,10 +110,22 @@ def test_both_and_either(seed):
 
 
 def test_only_masks_can_be_combined():
-    with pytest.raises(TypeError):
-        _ = masks.causal() & 3
-    with pytest.raises(TypeError):
-        _ = masks.causal() | None
+    mask, array = masks.causal(), np.ones((3, 3), bool)
+    for call, text in (
+        (lambda: mask & 3, "causal & int is not defined: & and | combine two masks of mpiattn.masks; masks.intervals"),
+        (lambda: mask | None, "causal | NoneType is not defined"),
+        (lambda: mask & array, "causal & ndarray is not defined"),
+        (lambda: array & mask, "causal & ndarray is not defined"),
+        (lambda: array | mask, "causal | ndarray is not defined"),
+        (lambda: array[0, 0] & mask, "causal & bool is not defined"),
+        (lambda: mask ^ mask, "causal ^ Window is not defined"),
+        (lambda: mask - mask, "causal - Window is not defined"),
+        (lambda: ~mask, "~ is not defined for masks; say what queries see"),
+        (lambda: ~(mask & masks.chunked(2)), "in place of what causal & chunked 2 hides: masks.intervals and"),
+    ):
+        with pytest.raises(ArgumentError) as raised:
+            call()
+        assert text in str(raised.value), raised.value
 
 
 def lists_of(mask, seqlen, queries=None):

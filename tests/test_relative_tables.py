@@ -55,14 +55,11 @@ def test_t5s_buckets_are_as_ours(causal):
     tokens, buckets, farthest = 40, 8, 16
     q, k, v = rng.standard_normal((3, 1, tokens, HEADS, DIM))
     embedding = rng.standard_normal((buckets, HEADS))
-    bias = np.array(
-        [[embedding[t5_bucket(j - i, buckets, farthest, causal)] for j in range(tokens)] for i in range(tokens)]
-    )
-    bias = bias.transpose(2, 0, 1)
+    number = {d: t5_bucket(d, buckets, farthest, causal) for d in range(-tokens, tokens)}
+    bias = np.array([[embedding[number[j - i]] for j in range(tokens)] for i in range(tokens)]).transpose(2, 0, 1)
     if causal:
         bias = np.where(np.tri(tokens, dtype=bool), bias, -np.inf)
-    reach = farthest
-    table = np.array([embedding[t5_bucket(d, buckets, farthest, causal)] for d in range(-reach, reach + 1)]).T
+    table = np.array([embedding[number[d]] for d in range(-farthest, farthest + 1)]).T
     out, _ = mpiattn.attention(q, k, v, comm=MPI.COMM_SELF, causal=causal, scale=1, relative_bias=table)
     np.testing.assert_allclose(out, dense(q, k, v, bias, 1), atol=1e-12)
 

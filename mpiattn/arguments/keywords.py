@@ -8,6 +8,7 @@ from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 from ..errors import KeywordError
+from ..masks.interval_mask import IntervalMask
 from ..system.closest import of_choices
 from ..system.values import is_whole
 
@@ -133,6 +134,8 @@ def _meant(name: str, allowed: tuple[str, ...], value: Any = None) -> str:
         return f" any more; it is now called {current}" if name in FORMER else f"; it is called {current} here"
     functions = sorted(function for function, of in _known.items() if current in of and current not in "qkv")
     elsewhere = f"; {current} is one of {', '.join(functions)}" if functions else ""
+    if name == "mask" and isinstance(value, IntervalMask):
+        return f", which computes without masks of mpiattn.masks{elsewhere}"
     if name in WITHOUT:
         return f": {WITHOUT[name]}{elsewhere}"
     if elsewhere:

@@ -133,7 +133,7 @@ class DecodeCall:
                 mask = checked_mask(given.mask)
                 if self.problem.window != (None, None) and mask.places(int(lengths.max(initial=0))) is not None:
                     mask = Window(*self.problem.window) & mask
-                self._lists = interval_lists(mask, lengths, *self._lists)
+                self._lists = interval_lists(mask, lengths, *self._lists, self.sequences)
             same["mask"] = given.mask
             functions = checked_functions(given.alibi_slopes, given.relative_bias, self.problem, self.backend, same)
             if functions and given.mask is not None:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 ROWS = 64  # queries of a kernel's tile: it looks at all keys from the first to the last that some of them see
 PIECE = 2**13  # queries looked at at a time: their intervals stay in cache
 NEVER = np.iinfo(np.int64).max
+OF_ARRAYS = (
+    "masks.intervals and masks.function make a mask of the intervals of keys that each query sees, masks.blocks of a "
+    "bool matrix of blocks"
+)
 
 
 class IntervalMask:
@@ -64,11 +68,36 @@ class IntervalMask:
         """The fields alone, so that equal masks are pickled alike, whatever they were asked."""
         return {name: self.__dict__[name] for name in getattr(self, "__dataclass_fields__", self.__dict__)}
 
+    __array_ufunc__ = None  # so that `array & mask` is asked of the mask, not of it with each element
+
     def __and__(self, other: IntervalMask) -> IntervalMask:
-        return Both(self, other) if isinstance(other, IntervalMask) else NotImplemented
+        return Both(self, other) if isinstance(other, IntervalMask) else self._no("&", other)
 
     def __or__(self, other: IntervalMask) -> IntervalMask:
-        return Either(self, other) if isinstance(other, IntervalMask) else NotImplemented
+        return Either(self, other) if isinstance(other, IntervalMask) else self._no("|", other)
+
+    def __rand__(self, other: object) -> NoReturn:
+        self._no("&", other)
+
+    def __ror__(self, other: object) -> NoReturn:
+        self._no("|", other)
+
+    def __sub__(self, other: object) -> NoReturn:
+        self._no("-", other)
+
+    def __xor__(self, other: object) -> NoReturn:
+        self._no("^", other)
+
+    def __invert__(self) -> NoReturn:
+        raise ArgumentError(
+            f"~ is not defined for masks; say what queries see in place of what {self} hides: {OF_ARRAYS}"
+        )
+
+    def _no(self, sign: str, other: object) -> NoReturn:
+        """Raise ArgumentError: a mask is combined with something else, or by another sign."""
+        raise ArgumentError(
+            f"{self} {sign} {type(other).__name__} is not defined: & and | combine two masks of mpiattn.masks; {OF_ARRAYS}"
+        )
 
     def __bool__(self) -> NoReturn:
         """Raise ArgumentError: `a and b`, which looks like `a & b`, would be b alone."""

@@ -172,7 +172,9 @@ def sphere(row_lengths: Sequence[int], radius: float, latitudes: Sequence[float]
     angle = _number("radius", radius)
     if not 0 < angle <= WIDEST:
         degrees = f"; {angle:.6g} degrees are {np.radians(angle):.6g}" if WIDEST < angle <= 360 else ""
-        raise ArgumentError(f"radius is {radius!r}; it must be a number of radians above 0 and at most pi{degrees}")
+        raise ArgumentError(
+            f"radius is {radius!r}; it must be a number of radians above 0 and at most 1.01 pi{degrees}"
+        )
     if latitudes is None:
         angles = tuple((pi / 2 - (np.arange(len(lengths)) + 0.5) * pi / len(lengths)).tolist())
     else:

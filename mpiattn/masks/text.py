@@ -171,12 +171,18 @@ class _Text:
         return sphere((shape[1],) * shape[0], float(radius))
 
 
-def _split(text: str) -> list[str]:
-    return text.split(",") if text else []
+def _split(text: str, between: str = ",") -> list[str]:
+    """The words of a list.  Raises ArgumentError where one is missing."""
+    words = text.split(between) if text else []
+    if "" in words:
+        before = between.join(words[: words.index("")])
+        where = f"after {before!r}" if before else "before the first word"
+        raise ArgumentError(f"{text!r} has a {between!r} too many, {where}")
+    return words
 
 
 def _numbers(text: str, between: str = ",") -> tuple[int, ...]:
-    return tuple(int(word) for word in text.split(between)) if text else ()
+    return tuple(map(int, _split(text, between)))
 
 
 def _one_or_all(text: str) -> Any:

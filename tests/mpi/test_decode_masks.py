@@ -5,7 +5,8 @@ from runs import on
 from test_agreement import same_error
 from test_decode import Mirror
 
-from mpiattn import masks, tree_decode
+from mpiattn import masks, ring_decode, tree_decode
+from mpiattn.errors import KeywordError
 
 
 @on(1, 3)
@@ -26,6 +27,16 @@ def test_masks_of_several_intervals(group):
     assert np.isneginf(lse[1, :, :2]).all() and np.isfinite(lse[1, :, 2:]).all(), "two come before 11 tokens"
     text = same_error(group, lambda: tree_decode(mirror.draw(2, 1, 4, 8), mirror.cache, mask=masks.tree([-1] * 12)))
     assert text.startswith("mask is tree -1,-1") and "of 12 tokens" in text and "11 keys" in text, text
+    assert text.endswith(": sequence 1 of the cache has 11 tokens"), text
+    text = same_error(
+        group, lambda: tree_decode(mirror.draw(1, 1, 4, 8), mirror.cache, sequences=[1], mask=masks.tree([-1] * 12))
+    )
+    assert text.endswith(": sequence 1 of the cache has 11 tokens"), text
+    text = same_error(
+        group, lambda: ring_decode(mirror.draw(2, 1, 4, 8), mirror.cache, mask=masks.causal()), KeywordError
+    )
+    assert "ring_decode, which computes without masks of mpiattn.masks; mask is one of" in text, text
+    assert "tree_decode" in text and "arrays" not in text, text
     text = same_error(group, lambda: tree_decode(mirror.draw(2, 1, 4, 8), mirror.cache, mask=np.ones(30)))
     assert text.startswith("mask is a ndarray; it must be a mask of mpiattn.masks"), text
     chosen = masks.chunked(4 + group.rank)
