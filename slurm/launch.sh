@@ -82,6 +82,11 @@ for_this_task() {
     printf %s "$so_far$rest"
 }
 
+# Whether an argument differs between the tasks of an array: has %a, or %j where the second word says so.
+differs() {
+    [[ ${1//%%/} =~ %[0-9]*[a${2:-}] ]]
+}
+
 [ -n "${SLURM_JOB_ID:-}" ] || die "this is not a Slurm job: sbatch ${0@Q} ..."
 count_cores
 # shellcheck source=env.sh
@@ -94,6 +99,9 @@ for ((i = $#; i > 0; i--)); do      # each goes from the front to the end
     argument=$(for_this_task "$1") || exit
     set -- "${@:2}" "$argument"
 done
+[[ ${SLURM_HET_SIZE:-1} -le 1 || ${MPIATTN_LAUNCH:-} == *--het-group* ]] ||
+    echo "mpiattn: WARNING: this is a heterogeneous job of $SLURM_HET_SIZE components, of which the first alone runs ranks; the others wait" \
+        "till it ends. Ask for one component, or name all in MPIATTN_LAUNCH (srun --het-group=...)" >&2
 find_candidates
 [ "$SLURM_JOB_NUM_NODES" -eq 1 ] || look_at_nodes
 choose_launcher

@@ -189,6 +189,7 @@ def predict(lab, hosts):
                     "--seconds",
                     40,
                     "--no-store",
+                    "--anyway",
                     "--out",
                     tuned,
                 ],

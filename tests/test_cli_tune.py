@@ -7,7 +7,11 @@ import launch
 import pytest
 import warm
 
+from mpiattn.tuning.plausible import implausible
+from mpiattn.tuning.samples import Sample
+
 QUICK = ["tune", "--seconds", "0.2", "--head-dim", "8", "--dtype", "float32,float64"]
+QUICK += ["--anyway"]  # more ranks than cores are slow
 TWO_NODES = {"MPIR_CVAR_NUM_CLIQUES": "2"}
 
 
@@ -66,6 +70,67 @@ def test_two_nodes_and_a_file(run, tmp_path):
     assert not run.store.exists()
     machine = machine_of(run, 2, env={"MPIATTN_MACHINE": str(file)})
     assert machine["figures"] == data["machine"] and machine["from"] == f"MPIATTN_MACHINE={file}"
+
+
+# Rank 0's latency inside a node is told as that of a busy machine.
+BUSY = """
+import sys
+from mpiattn.tuning import links
+measured = links.measure
+def measure(*arguments):
+    figures = measured(*arguments)
+    return figures and figures._replace(latency=links.Sample({seconds}, {seconds}, {seconds}, 9))
+links.measure = measure
+from mpiattn.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def busy(run, seconds, *arguments):
+    words = [word for word in QUICK if word != "--anyway"]
+    command = [sys.executable, "-c", BUSY.format(seconds=seconds), *words, *arguments]
+    env = {"XDG_CONFIG_HOME": str(run.store.parent.parent)}
+    return launch.mpirun(2, command, env=env, check=False)
+
+
+def test_figures_of_a_busy_machine_are_not_kept(run, tmp_path):
+    outcome = busy(run, 0.016, "--json", tmp_path / "all.json")
+    said = "mpiattn tune: implausible: inside a node: latency 16 ms, where 1 ms is much"
+    assert outcome.returncode == 1 and outcome.stderr.count(said) == 1, outcome.stderr
+    assert "Measure when no other programs use the cores" in outcome.stderr
+    assert "stored        no" in outcome.stdout and "16 ms" in outcome.stdout and not run.store.exists()
+    data = json.loads((tmp_path / "all.json").read_text())
+    assert len(data["implausible"]) >= 1 and data["store"] is None
+    out = tmp_path / "machine.json"
+    assert busy(run, 0.016, "--out", out).returncode == 1 and not out.exists()
+    outcome = busy(run, 0.016, "--no-store")
+    assert outcome.returncode == 0 and said in outcome.stderr  # it was only to be shown
+    outcome = busy(run, 0.016, "--anyway")
+    assert outcome.returncode == 0 and "were kept all the same" in outcome.stderr and run.store.exists()
+
+
+SLOWEST = {  # of machines that there are: Ethernet by TCP between nodes, a slow core, a GPU through a host's memory
+    "inside latency": 3e-5,
+    "between latency": 5e-4,
+    "launch": 1e-3,
+    "inside bandwidth": 5e8,
+    "between bandwidth": 1e7,
+    "merging": 5e8,
+}
+
+
+def samples_of(figures):
+    return {name: Sample(value, value, value, 9) for name, value in figures.items()}
+
+
+def test_what_is_implausible():
+    assert not implausible(samples_of(SLOWEST)) and not implausible({})
+    for name, value in {"inside latency": 0.016, "between latency": 0.2, "launch": 2}.items():
+        (text,) = implausible(samples_of(SLOWEST | {name: value}))
+        assert " is much" in text
+    for name in ("inside bandwidth", "merging"):
+        (text,) = implausible(samples_of(SLOWEST | {name: 1e6}))
+        assert " is little" in text
 
 
 def test_trouble_with_the_store(run, tmp_path):

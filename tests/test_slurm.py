@@ -275,6 +275,51 @@ def test_array(submit, tmp_path, script):
         assert_right(tmp_path / f"in-{task}.h5", tmp_path / f"out-{number}-{task:03d}.h5", causal=True)
 
 
+def test_an_array_that_would_write_one_file(submit, tmp_path):
+    """IN has the number of the task, and OUT has none of its own."""
+    shutil.copy(tmp_path / "in.h5", tmp_path / "in-3.h5")
+    options = ["--array=3", "--nodes=1", "--ntasks-per-node=1"]
+    for out in ("out.h5", "out-%A.h5", "out-%%a.h5"):
+        job = submit("slurm/run.sbatch", "in-%a.h5", out, options=options)
+        assert (
+            job.state == "FAILED"
+            and f"IN is 'in-%a.h5', another file for each task of the array, and OUT is '{out}'" in job.log
+        )
+    for source, out in (("in-%a.h5", "out-%j.h5"), ("in-%1a.h5", "out-%2a.h5"), ("in.h5", "one.h5")):
+        job = submit("slurm/run.sbatch", source, out, options=options)
+        assert job.state == "COMPLETED", job.log
+    assert (tmp_path / "out-03.h5").is_file() and (tmp_path / "one.h5").is_file()
+
+
+def test_a_heterogeneous_job_of_which_one_component_runs(submit, tmp_path):
+    """The variable is what Slurm gives such a job."""
+    said = "mpiattn: WARNING: this is a heterogeneous job of 2 components, of which the first alone runs ranks"
+    options = ["--nodes=1", "--ntasks-per-node=1"]
+    job = submit("slurm/run.sbatch", "in.h5", "out.h5", options=options, SLURM_HET_SIZE="2")
+    assert job.state == "COMPLETED" and job.log.count(said) == 1, job.log
+    job = submit("slurm/run.sbatch", "in.h5", "out.h5", options=options)
+    assert job.state == "COMPLETED" and said not in job.log, job.log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_job_without_resume_whose_time_is_up(submit, cluster, tmp_path, cancelled):
+    """Its last line says so, and none says so of a job that its user has ended."""
+    write_input(tmp_path / "in.h5", seqlen=4096, heads=2, kv_heads=2, head_dim=64)
+    asked = []
+
+    def cancel(number, state):
+        if cancelled and not asked and list(tmp_path.glob(".out.h5.*.partial")):
+            asked.append(number)
+            cluster.client("scancel", number)
+
+    words = "slurm/run.sbatch", "in.h5", "out.h5", "--backend", "paced:0.02"
+    job = submit(*words, options=["--nodes=2", "--ntasks-per-node=1", "--time=1"], meanwhile=cancel)
+    assert job.state == ("CANCELLED" if cancelled else "TIMEOUT") and not (tmp_path / "out.h5").exists(), job.log
+    said = "mpiattn: the job's time was up, and 'out.h5' was not written; give more with --time"
+    assert (said in job.log) == (not cancelled), job.log
+
+
 class Signals:
     """Slurm's signals for a job: the first once three problems are finished; a requeued job starts soon."""
 

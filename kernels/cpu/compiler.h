@@ -22,17 +22,17 @@
 
 // Which kernels are compiled goes by these macros, so a set with more of them is another set, or a mixture.
 #if defined(SET_plain) && (defined(__AVX__) || defined(__ARM_FEATURE_SVE))
-#error "plain is compiled for a processor with AVX or SVE: is there a -march or -m option after those of setup.py?"
+#error "plain is compiled for a processor with AVX or SVE: is a -march or -m option after setup.py's?"
 #elif defined(SET_avx2) && (!defined(__AVX2__) || defined(__AVX512F__))
-#error "avx2 is compiled without AVX2 or with AVX-512: is there a -march or -m option after those of setup.py?"
+#error "avx2 is compiled without AVX2 or with AVX-512: is a -march or -m option after setup.py's?"
 #elif defined(SET_avx512) && (!defined(__AVX512F__) || defined(__AVX512BF16__))
-#error "avx512 is compiled without AVX-512 or with its bfloat16: is there a -march or -m option after those of setup.py?"
+#error "avx512 is compiled without AVX-512 or with its bfloat16: is a -march or -m option after setup.py's?"
 #elif defined(SET_avx512bf16) && (!defined(__AVX512BF16__) || defined(__AMX_TILE__))
-#error "avx512bf16 is compiled without it or with AMX: is there a -march or -m option after those of setup.py?"
+#error "avx512bf16 is compiled without it or with AMX: is a -march or -m option after setup.py's?"
 #elif defined(SET_amx) && (!defined(__AVX512BF16__) || !defined(__AMX_TILE__) || !defined(__AMX_BF16__))
-#error "amx is compiled without AMX: is there a -march or -m option after those of setup.py?"
+#error "amx is compiled without AMX: is a -march or -m option after setup.py's?"
 #elif defined(SET_sve256) && (!defined(__ARM_FEATURE_SVE_BITS) || __ARM_FEATURE_SVE_BITS != 256)
-#error "sve256 is compiled for vectors of another length: is there an -msve-vector-bits option after those of setup.py?"
+#error "sve256 is compiled for vectors of another length: is an -msve-vector-bits option after setup.py's?"
 #elif defined(SET_sve512) && (!defined(__ARM_FEATURE_SVE_BITS) || __ARM_FEATURE_SVE_BITS != 512)
-#error "sve512 is compiled for vectors of another length: is there an -msve-vector-bits option after those of setup.py?"
+#error "sve512 is compiled for vectors of another length: is an -msve-vector-bits option after setup.py's?"
 #endif

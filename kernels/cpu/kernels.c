@@ -1,7 +1,9 @@
 // The kernels of one instruction set and one accumulation dtype; compiled once for each, with -DTABLE=name and
 // -DREAL_BYTES=4 or 8.  -DSET_name, which setup.py gives too, lets compiler.h check the compiler's options.
 
-#include "compiler.h"
+// clang-format off
+#include "compiler.h"  // before all others, which ask for the macros that it sets
+// clang-format on
 
 #include "backward.h"
 #include "decode.h"

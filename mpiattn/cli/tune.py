@@ -7,7 +7,8 @@ work will be launched: the same ranks per node, cores and threads per rank, and 
 What cannot be measured on one rank or one node (links between nodes, for example) is taken from the default machine.
 
 The figures go to $XDG_CONFIG_HOME/mpiattn/machines.json (default: ~/.config), the store. If MPIATTN_MACHINE=FILE is
-set, plans read that file instead.
+set, plans read that file instead. Figures that no machine has, such as a latency of 16 ms inside a node, are shown but
+not kept: other programs use the cores, or the ranks have too few. --anyway keeps them.
 
 examples:
   mpiexec -n 4 mpiattn tune
@@ -18,6 +19,7 @@ import argparse
 import json
 import math
 import os
+import sys
 
 from ..comm.agreement import agreement
 from ..console import options
@@ -89,6 +91,7 @@ def add_arguments(parser):
         help="write the machine to this file and leave the store as it is; for MeshAttention(machine=FILE) and "
         "MPIATTN_MACHINE=FILE",
     )
+    parser.add_argument("--anyway", action="store_true", help="keep the figures even if no machine can have them")
     parser.add_argument("--no-store", action="store_true", help="do not change the store")
     options.add_timeout(parser, TIMEOUT, f"{TIMEOUT:g}")
     options.add(parser, "json")
@@ -105,6 +108,7 @@ def _run(job, args):
     from ..model import store
     from ..model.tuned import key_of
     from ..tuning.measure import measure
+    from ..tuning.plausible import implausible
 
     peers = job.peers
     stored = not (args.no_store or args.out)
@@ -125,27 +129,32 @@ def _run(job, args):
     with Progress("tune", args.seconds, " s") as progress:
         tuned = measure(job, nodes, backend, args.dtype or backend.dtypes, args.head_dim, args.seconds, progress)
     backend.close()
+    wrong = implausible(tuned.samples)
+    refused = bool(wrong) and not args.anyway
 
     def keep():
         key = key_of(backend, nodes, args.head_dim)
         samples = {name: sample._asdict() for name, sample in tuned.samples.items()}
         entry = store.Entry(key, tuned.machine, store.now(), samples)
-        replaced = store.store(entry) if stored else None
-        if args.out:
+        replaced = store.store(entry) if stored and not refused else None
+        if args.out and not refused:
             with NewFile("--out", args.out, (), JSON) as new, open(new.partial, "w") as file:
                 file.write(json.dumps(tuned.machine.as_dict(), indent=2, allow_nan=False) + "\n")
         data = {
             **entry.as_dict(),
             "default": tuned.lacking,
             "replaced": replaced,
-            "store": store.path() if stored else None,
-            "out": args.out,
+            "store": store.path() if stored and not refused else None,
+            "out": None if refused else args.out,
+            "implausible": wrong,
             "seconds": job.seconds,
         }
-        return data, _text(args, key, nodes, tuned, replaced, sum(job.seconds.values()))
+        return data, _text(args, key, nodes, tuned, replaced, sum(job.seconds.values()), refused)
 
     report(job, args.json, keep)
-    return 0
+    if wrong and job.comm.rank == 0:
+        print(f"mpiattn tune: {_of_wrong(wrong, refused)}", file=sys.stderr, flush=True)
+    return int(refused and bool(stored or args.out))
 
 
 # Output
@@ -191,7 +200,18 @@ def _row(name, sample):
     return called, typical, f"{low} to {high}", sample.samples
 
 
-def _text(args, key, nodes, tuned, replaced, seconds):
+def _of_wrong(wrong, refused):
+    """What to do about implausible figures."""
+    text = (
+        f"implausible: {'; '.join(wrong)}. Measure when no other programs use the cores, with at most as many ranks on "
+        "a node as it has cores, and bound as the work will be; `mpiattn check` says what the ranks have. "
+    )
+    if refused:
+        return f"{text}Nothing was kept; --anyway keeps such figures."
+    return f"{text}The figures were kept all the same, as --anyway asks."
+
+
+def _text(args, key, nodes, tuned, replaced, seconds, refused):
     from ..model import store
 
     names = [
@@ -216,9 +236,9 @@ def _text(args, key, nodes, tuned, replaced, seconds):
     tail = [
         ("took", f"{duration(seconds)}; quartiles over all ranks and repetitions"),
         ("not measured", f"the default's: {lacking}" if lacking else None),
-        ("written", written(args.out, args.json)),
+        ("written", None if refused else written(args.out, args.json)),
     ]
-    if args.no_store or args.out:
+    if refused or args.no_store or args.out:
         tail += [("stored", "no"), ("plans", "unchanged")]
     else:
         tail.append(("stored", f"{store.path()}{', in place of what was measured before' * replaced}"))

@@ -163,8 +163,8 @@ def _full():
     if left >= LITTLE:
         return ""
     return (
-        f"{SHARED} has {size(left)} left of {size(system.f_blocks * system.f_frsize)}, and MPICH keeps 1 MiB a rank there: "
-        "remove what killed jobs have left, or make it larger, for a container by --shm-size"
+        f"{SHARED} has {size(left)} left of {size(system.f_blocks * system.f_frsize)}, and MPICH keeps 1 MiB a rank "
+        "there: remove what killed jobs have left, or make it larger, for a container by --shm-size"
     )
 
 
