@@ -68,11 +68,12 @@ ARITHMETIC = {
     "",
 }
 LINES = 400
-LONGER = {  # classes of which most are docstrings, and what the back end uses of CuPy
+LONGER = {  # classes of which most are docstrings, what the back end uses of CuPy, jobs on one cluster of Slurm
     "mpiattn/decode/cache.py": 450,
     "mpiattn/plan/mesh_attention.py": 450,
     "mpiattn/problem/layout.py": 450,
     "tests/fake_cupy.py": 450,
+    "tests/test_slurm.py": 450,
 }
 
 
