@@ -173,7 +173,7 @@ class _Check:
         self.peers.reduce(maxima, MPI.MAX)
         errors, sizes, (q_size, k_size, change) = maxima
         # Where the terms of dq or dk cancel, the error of out, through delta, remains: its size replaces theirs.
-        sizes = np.maximum(sizes, [p.scale * k_size * change, p.scale * q_size * change, 0])
+        sizes = np.maximum(sizes, [abs(p.scale) * k_size * change, abs(p.scale) * q_size * change, 0])
         _, absolute = rounding_error(p, 1)
         relative = np.maximum(0, errors - absolute) / np.where(sizes == 0, 1, sizes)
         counts = np.array(

@@ -158,8 +158,8 @@ class Sums:
 
     @property
     def largest(self):
-        """The largest of the sums of magnitudes and of weights."""
-        return np.abs(self.values[1:]).reshape(2, -1).max(axis=1, initial=0)
+        """The largest of the sums of magnitudes and of weights that are finite."""
+        return np.where(np.isfinite(self.values[1:]), np.abs(self.values[1:]), 0).reshape(2, -1).max(axis=1, initial=0)
 
 
 class BlockSums(Sums):

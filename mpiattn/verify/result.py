@@ -54,9 +54,13 @@ class Compared(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """The arrays of a call that were compared with float64 attention; the same on every rank."""
+    """The arrays of a call that were compared with float64 attention; the same on every rank.
+
+    faint: queries, over the batch, whose keys are all hidden by biases such as -1e9 in place of -inf.
+    """
 
     arrays: tuple[Compared, ...]
+    faint: int = 0
 
     @property
     def passed(self) -> bool:
@@ -69,7 +73,17 @@ class Verification(NamedTuple):
         wrong = [f"{array}, of {array.amount}" for array in self.arrays if not array.passed]
         right = [array.name for array in self.arrays if array.passed]
         tail = f" ({', '.join(right)}: right)" if right else ""
-        return f"verification with float64 attention failed: {'; '.join(wrong)}{tail}" if wrong else ""
+        return f"verification with float64 attention failed: {'; '.join(wrong)}{tail}{self._hint}" if wrong else ""
+
+    @property
+    def _hint(self) -> str:
+        """What is said of queries that finite biases hide."""
+        if not self.faint:
+            return ""
+        return (
+            f"; {self.faint} queries see only keys whose biases hide them but are finite, such as -1e9: rounding "
+            "decides their weights and gradients; write -inf in place of such numbers"
+        )
 
     def __str__(self) -> str:
         amounts = dict.fromkeys(array.amount for array in self.arrays)
@@ -77,4 +91,4 @@ class Verification(NamedTuple):
             f"{amount}: {', '.join(str(array) for array in self.arrays if array.amount == amount)}"
             for amount in amounts
         ]
-        return f"{'; '.join(parts)}: {'passed' if self.passed else 'FAILED'}"
+        return f"{'; '.join(parts)}: {'passed' if self.passed else 'FAILED'}{self._hint}"

@@ -27,6 +27,8 @@ from .spread_biases import SpreadBiases
 from .sweep import row_bytes
 
 SAMPLES = 8  # tokens of a rank, besides the ends of its ranges
+OF_TERMS = 0.02  # part of the size of the terms of a sum that counts where these cancel
+FAINT = -5e4  # an lse that no scores have; float16's lowest number, as a bias, makes one
 
 
 def verify(peers, problem, layouts, arrays, documents=None, sinks=None, samples=SAMPLES, seed=0, biases=None):
@@ -126,14 +128,16 @@ class _Check:
             turn = _Turn(self.peers, at, given)
             q, *of_results = turn.arrays
             out, lse = self._attention(turn.at, q)
-            self.errors["out"].compare(at, results["out"][:, own], out[:, turn.own])
+            # Rounding alone decides what such rows have, and their lse would hide errors of all others.
+            counted = ~self._faint(lse[..., turn.own]).swapaxes(1, 2)
             by_row = results["lse"][..., own].swapaxes(1, 2)
-            self.errors["lse"].compare(at, by_row, lse[..., turn.own].swapaxes(1, 2))
+            self._compare("out", at, results["out"][:, own], out[:, turn.own], counted)
+            self._compare("lse", at, by_row, lse[..., turn.own].swapaxes(1, 2), counted)
             if self.dout is not None:
                 dout, dlse = of_results
                 delta = _delta(dout, out, dlse.swapaxes(1, 2))
                 dq = self._gradient(turn.at, q, dout, lse, delta, parameters.values())
-                self.errors["dq"].compare(at, results["dq"][:, own], dq[:, turn.own])
+                self._compare("dq", at, results["dq"][:, own], dq[:, turn.own], counted)
                 if exact is not None:
                     exact[..., own] = lse[..., turn.own], delta[..., turn.own]
         self.exact = exact
@@ -143,6 +147,13 @@ class _Check:
                 self._count(name, self.errors[name].of)
         if "dbias" in self.errors:
             self._count("dbias", sum(self.peers.allgather(len(rows))))
+
+    def _compare(self, name, at, got, expected, counted):
+        """Compare queries at some positions, (batch, queries, heads, ...), where `counted`."""
+        if not counted.all():
+            counted = counted.reshape(*counted.shape, *(1,) * (got.ndim - 3))
+            got, expected = (np.where(counted, array, 0) for array in (got, expected))
+        self.errors[name].compare(at, got, expected)
 
     def _count(self, name, checked):
         """Say how many tokens or heads were compared of what several ranks have: one of them counts."""
@@ -303,13 +314,26 @@ class _Check:
         """The ranks' errors as a Verification."""
         p, names = self.problem, list(self.errors)
         sizes = np.array([error.magnitude for error in self.errors.values()])
-        of_inputs = np.array([largest(self.q), largest(self.k), self.change])
+        dout = np.zeros(0) if self.dout is None else self.dout
+        of_inputs = np.array([self.change, *map(largest, (self.q, self.k, self.v, dout))])
         self.peers.reduce(sizes, MPI.MAX)
         self.peers.reduce(of_inputs, MPI.MAX)
-        size, (q_size, k_size, change) = dict(zip(names, sizes.tolist())), of_inputs.tolist()
+        size = dict(zip(names, sizes.tolist()))
+        change, q_size, k_size, v_size, dout_size = of_inputs.tolist()
         lse_size = size["lse"]
-        # Where the terms of dq, dk or dsinks cancel, the error of out, through delta, remains: its size is what counts.
-        least = {"lse": 1.0, "dq": p.scale * k_size * change, "dk": p.scale * q_size * change, "dsinks": self.terms}
+        # Where the terms of a sum cancel, their rounding remains: a part of their size is what counts.  Of dq, dk and
+        # dsinks so does, through delta, the error of out.
+        change = max(change, OF_TERMS * dout_size * v_size * p.value_dim**0.5)
+        least = {
+            "out": OF_TERMS * v_size,
+            "lse": 1.0,
+            "dq": abs(p.scale) * k_size * change,
+            "dk": abs(p.scale) * q_size * change,
+            "dv": OF_TERMS * dout_size * max(1, p.seqlen / max(p.seqlen_k, 1)),
+            "dsinks": self.terms,
+        }
+        if p.shared_kv:
+            least["dk"] += least["dv"]
         if self.biases is not None:
             for name, of_name in self.biases.floors.items():
                 self.peers.reduce(of_name, MPI.MAX)
@@ -327,4 +351,10 @@ class _Check:
             where = (rank, places[rank]) if places[rank] >= 0 else (-1, -1)
             tolerance = tolerances.get(name, of_gradients)
             compared.append(Compared(name, sum(checked), self.errors[name].of, off, tolerance, sum(differing), *where))
-        return Verification(tuple(compared))
+        faint = self._faint(self.results["lse"]).any(axis=1).sum()
+        return Verification(tuple(compared), sum(self.peers.allgather(int(faint))))
+
+    def _faint(self, lse):
+        """Which rows of an lse have only keys that biases hide, but finite ones."""
+        hides = self.biases is not None and self.biases.hides
+        return np.isfinite(lse) & (lse < FAINT) & hides

@@ -71,6 +71,7 @@ class SpreadBiases:
         self._own_keys = None if biases.keys is None else Numbers(own_keys, biases.keys)
         self.rules = rules_of(problem, of, None, self._own_keys)
         self.dense = biases.tile is not None
+        self.hides = any(each is not None for each in (of.bias, of.key_bias, of.relative_bias))
         if biases.tile is not None:
             # Ranks may give the same bias with other axes, and where planes split an axis each says what it has.
             longest = peers.largest(biases.tile.shape[:2])
