@@ -5,15 +5,19 @@ A failure prints the line that runs it again.
 """
 
 import os
+import random
 import sys
 import time
 import traceback
 
 import draws
+import numpy as np
 import pytest
 from dense import bits, draw_all, expected, masks, wrong
+from memories import KINDS, Memory
 from random_cases import draw_case
 from runs import attend, my_chunks, problem_of, settle, subcomm, use_schedule
+from test_hidden_numbers import hidden_from_all, visible
 
 from mpiattn import MeshAttention
 from mpiattn.engine import coming
@@ -25,22 +29,56 @@ FIRST = CASES if "MPIATTN_CASES" in os.environ else 12  # that are not slow
 ONLY = os.environ.get("MPIATTN_CASE")
 
 
+def as_programs_have_them(chunks, rng):
+    """The chunks, each in some kind of memory between guard bytes; the memories."""
+    memories = {
+        name: Memory.of(KINDS[rng.choice(list(KINDS))], array)
+        for name, array in chunks._asdict().items()
+        if array is not None
+    }
+    return chunks._replace(**{name: memory.array for name, memory in memories.items()}), memories
+
+
+def moved(plan, case, rng):
+    """What is wrong with a random array that goes to the ranks and back, as text, or None."""
+    axis, keys = rng.randrange(3), rng.random() < 0.5
+    root = rng.choice([None, rng.randrange(len(case.members))])
+    shape = [rng.randint(1, 3), rng.randint(1, 3)]
+    shape.insert(axis, plan.problem.seqlen_k if keys else plan.problem.seqlen)
+    dtype = rng.choice(["float32", ">f8", "int8", ">i2", case.plan["dtype"]])
+    whole = (np.arange(np.prod(shape)) % 100).reshape(shape).astype(dtype)
+    kinds = [KINDS[rng.choice(list(KINDS))] for _ in range(2)]
+    has = root in (None, plan.rank)
+    how = {"root": root, "axis": axis, "keys": keys}
+    chunk = plan.scatter(Memory.of(kinds[0], whole).array if has else None, **how)
+    if not np.array_equal(chunk, whole.take(plan.positions_k if keys else plan.positions, axis)):
+        return f"scatter of {dtype} {shape}, {how}"
+    back = plan.gather(Memory.of(kinds[1], chunk).array, **how)
+    return None if (np.array_equal(back, whole) if has else back is None) else f"gather of {dtype} {shape}, {how}"
+
+
 def complaint(comm, case):
     """What is wrong with a case's results on this rank, as text; None if nothing is."""
     problem = problem_of(case.plan)
     inputs = draw_all(problem, case.seed, case.spread, case.sinks, case.dlse)
     ref = expected(inputs, **masks(problem, case.call))
+    rng = random.Random(case.seed)
+    hidden = hidden_from_all(visible(problem, case.call))
+    garbage = hidden.into(inputs, rng.choice([np.nan, np.inf, -np.inf, 1.0]), dlse=not case.sinks)
     results = set()
     for backend in case.backends:
         with MeshAttention(comm, **case.plan, backend=backend) as plan:
             if case.costs and plan.schedule.name == "greedy":
                 for direction in ("forward", "backward"):
                     use_schedule(plan, greedy(plan.schedule.tile, case.costs, plan.route, direction))
-            chunks = my_chunks(plan, *inputs)
+            chunks, memories = as_programs_have_them(my_chunks(plan, *garbage), rng)
             for _ in range(1 + case.seed % 2):  # what a call leaves in the buffers must not matter
                 result = attend(plan, chunks, case.call)
                 results.add(bits(*result))
             error = wrong(problem, result, ref, inputs, plan.positions, plan.positions_k, case.call, terms=True)
+            error = error or moved(plan, case, rng)
+            if not all(memory.intact for memory in memories.values()):
+                error = "bytes outside of an input were written"
             if error:
                 return f"{backend}: {error}"
     return "back ends or repeats differ" if len(results) > 1 else None
