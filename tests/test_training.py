@@ -23,12 +23,15 @@ forward, backward = MeshAttention.forward, MeshAttention.backward
 def without_documents(self, *arrays, cu_seqlens, **options):
     return forward(self, *arrays, **options)
 
+def backward_without_documents(self, *arrays, cu_seqlens, **options):
+    return backward(self, *arrays, **options)
+
 def without_dk(self, *arrays, **options):
     dq, dk, dv = backward(self, *arrays, **options)
     return dq, 0 * dk, dv
 
 if sys.argv.pop(1) == "documents":
-    MeshAttention.forward = without_documents
+    MeshAttention.forward, MeshAttention.backward = without_documents, backward_without_documents
 else:
     MeshAttention.backward = without_dk
 sys.exit(runpy.run_path(sys.argv[0])["main"]())
