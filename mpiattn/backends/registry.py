@@ -109,7 +109,7 @@ def find(name: str) -> Entry:
     base, colon, _ = name.partition(":") if isinstance(name, str) else ("", "", "")
     entry = REGISTRY.get(base)
     if entry is None or not (entry.parameters if colon else entry.parameters[:1] in ("", "[")):
-        meant = "; did you mean cuda?" if name == "gpu" else of_choices(str(name), ("auto", *REGISTRY))
+        meant = "; did you mean cuda?" if base == "gpu" else of_choices(str(name), ("auto", *REGISTRY))
         raise ArgumentError(f"backend is {name!r}; it may be auto, {', '.join(usages())}{meant}")
     if colon:
         entry.load().parse(name)
@@ -118,7 +118,7 @@ def find(name: str) -> Entry:
 
 def candidates(name: str) -> tuple[str, ...]:
     """The names that a name stands for: all for "auto", best first, else itself.  Raises ArgumentError as `find`."""
-    if name == "auto":
+    if isinstance(name, str) and name == "auto":
         return AUTO
     find(name)
     return (name,)

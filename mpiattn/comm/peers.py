@@ -7,9 +7,11 @@ is completed here and given up after a time limit.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import pickle
 import socket
+import sys
 import time
 from contextlib import suppress
 from functools import partial
@@ -40,7 +42,9 @@ Value = TypeVar("Value")
 
 
 def _is_limit(timeout: object) -> bool:
-    return isinstance(timeout, Real) and not isinstance(timeout, bool) and float(timeout) > 0
+    if not isinstance(timeout, Real) or isinstance(timeout, bool):
+        return False
+    return timeout == math.inf or 0 < timeout <= sys.float_info.max  # a larger int has no float
 
 
 def check_timeout(timeout: object) -> None:

@@ -95,9 +95,8 @@ class IntervalMask:
 
     def _no(self, sign: str, other: object) -> NoReturn:
         """Raise ArgumentError: a mask is combined with something else, or by another sign."""
-        raise ArgumentError(
-            f"{self} {sign} {type(other).__name__} is not defined: & and | combine two masks of mpiattn.masks; {OF_ARRAYS}"
-        )
+        what = f"{self} {sign} {type(other).__name__}"
+        raise ArgumentError(f"{what} is not defined: & and | combine two masks of mpiattn.masks; {OF_ARRAYS}")
 
     def __bool__(self) -> NoReturn:
         """Raise ArgumentError: `a and b`, which looks like `a & b`, would be b alone."""

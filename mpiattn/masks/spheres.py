@@ -197,5 +197,5 @@ def sphere(row_lengths: Sequence[int], radius: float, latitudes: Sequence[float]
 def _number(name: str, value: Any) -> float:
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # the last of an int of more than 308 digits
         raise ArgumentError(f"{name} has {value!r}; it must be a number of radians") from None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
-from ..system.values import is_whole
+from ..system.values import is_list, is_whole
 
 MOST_RANKS = 2**24  # of any machine; of every one there is a length
 
@@ -20,8 +20,7 @@ def _whole_numbers(name: str, value: Any, least: int, meaning: str) -> tuple[int
 
     meaning: what the numbers are.
     """
-    several = isinstance(value, Iterable) and not isinstance(value, str | bytes)
-    numbers = tuple(value) if several else ()
+    numbers = tuple(value) if is_list(value) else ()
     if not numbers or not all(is_whole(n, least) for n in numbers):
         raise ArgumentError(
             f"{name} is {value!r}; it must be whole numbers, at least {least} and below 2^63: {meaning}"

@@ -13,7 +13,7 @@ by slicing, without an index array of the whole sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral
@@ -23,7 +23,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..system.choices import one_of
-from ..system.values import UNLIMITED, is_whole, whole_number
+from ..system.values import UNLIMITED, is_list, is_whole, whole_number
 from .grid import checked_blocks, of_grid
 from .pieces import Pieces
 
@@ -111,7 +111,7 @@ class Layout:
 
     def _check_sizes(self) -> None:
         sizes = self.sizes
-        if not (isinstance(sizes, Iterable) and all(isinstance(size, Integral) for size in sizes)):
+        if not (is_list(sizes) and all(isinstance(size, Integral) for size in sizes)):
             raise ArgumentError(f"sizes is {sizes!r}; it must be whole numbers, one a chunk")
         sizes = self.__dict__["sizes"] = tuple(map(int, sizes))
         if self.kind != "contiguous":

@@ -5,7 +5,7 @@ Any division of the tokens into increasing ranges is one: blocks of a grid in C 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..errors import ArgumentError
-from ..system.values import is_whole
+from ..system.values import is_list, is_whole
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -208,11 +208,11 @@ def _pairs(of_rank: Any, rank: int) -> list[tuple[int, int]]:
     if isinstance(of_rank, range):
         of_rank = (of_rank,)
     pairs = []
-    for tokens in of_rank if isinstance(of_rank, Iterable) and not isinstance(of_rank, str) else (of_rank,):
+    for tokens in of_rank if is_list(of_rank) else (of_rank,):
         if isinstance(tokens, range) and tokens.step == 1:
             pair: Any = tokens.start, max(tokens.start, tokens.stop)
         else:
-            pair = () if isinstance(tokens, range | str) or not isinstance(tokens, Iterable) else tuple(tokens)
+            pair = tuple(tokens) if is_list(tokens) and not isinstance(tokens, range) else ()
         whole = all(is_whole(end, 0) for end in pair)
         if len(pair) != 2 or not whole or pair[0] > pair[1]:
             raise ArgumentError(

@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 def one_of(name: str, value: object, choices: Collection[object]) -> None:
     """Raise ArgumentError unless a value is among the choices."""
-    if value not in choices:
+    try:
+        known = value in choices
+    except (TypeError, ValueError):  # what has no hash, and arrays, whose comparison has no truth value
+        known = False
+    if not known:
         raise ArgumentError(
             f"{name} is {value!r}; it may be {', '.join(map(str, choices))}{of_choices(str(value), choices)}"
         )

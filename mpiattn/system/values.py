@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,11 @@ UNLIMITED = math.inf  # of an argument that sees no more once it is larger than 
 def is_whole(value: Any, least: float, most: float = LARGEST) -> bool:
     """Whether a value is a whole number from `least` to `most`; True is none: a mask would be taken for 0 and 1."""
     return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
+
+
+def is_list(value: Any) -> bool:
+    """Whether a value has elements; text is one word, and an array without axes has none."""
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes) and getattr(value, "ndim", 1) > 0
 
 
 def whole_number(name: str, value: Any, least: int, also: str = "", most: float = LARGEST) -> int:
