@@ -41,10 +41,10 @@ SHORT = 256  # bytes of the first message of every rank, where all gather
 Value = TypeVar("Value")
 
 
-def _is_limit(timeout: object) -> bool:
+def _is_limit(timeout: Any) -> bool:
     if not isinstance(timeout, Real) or isinstance(timeout, bool):
         return False
-    return timeout == math.inf or 0 < timeout <= sys.float_info.max  # a larger int has no float
+    return bool(timeout == math.inf or 0 < timeout <= sys.float_info.max)  # a larger int has no float
 
 
 def check_timeout(timeout: object) -> None:

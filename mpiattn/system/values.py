@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
@@ -25,7 +25,7 @@ def is_whole(value: Any, least: float, most: float = LARGEST) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
 
 
-def is_list(value: Any) -> bool:
+def is_list(value: Any) -> TypeGuard[Iterable[Any]]:
     """Whether a value has elements; text is one word, and an array without axes has none."""
     return isinstance(value, Iterable) and not isinstance(value, str | bytes) and getattr(value, "ndim", 1) > 0
 
