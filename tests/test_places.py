@@ -7,6 +7,7 @@ import random
 
 import numpy as np
 import pytest
+import warm
 from mpi4py import MPI
 
 import mpiattn
@@ -244,3 +245,13 @@ def test_masks_without_places_stay_as_they_are():
     assert mask.places(20) is None and mask._parts(20) == (mask.a, mask.b)
     packed = masks.causal() & masks.tree([-1, 0])
     assert isinstance(packed, Both) and packed._parts(20) == (packed.a, packed.b)
+
+
+@pytest.mark.parametrize("mask", ["tree -1,0,0,-1", "share-question 10,20,10"])
+def test_the_command_verifies_by_places(tmp_path, mask):
+    source, out = str(tmp_path / "in.h5"), str(tmp_path / "out.h5")
+    made = warm.command(1, ["generate", source, "--seqlen", "40", "--heads", "2", "--head-dim", "8", "--dout"])
+    assert not made.returncode, made.stderr
+    options = ["--mask", mask, "--window", "4,0", "--alibi", "--backward", "--verify"]
+    done = warm.command(3, ["run", source, out, *options])
+    assert not done.returncode and "passed" in done.stdout, done.stdout + done.stderr

@@ -8,9 +8,7 @@ from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 from ..errors import KeywordError
-from ..masks.interval_mask import IntervalMask
 from ..system.closest import of_choices
-from ..system.values import is_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -126,6 +124,9 @@ def unknown(called: str, names: Iterable[str], allowed: Iterable[str] | None = N
 
 
 def _meant(name: str, allowed: tuple[str, ...], value: Any = None) -> str:
+    from ..masks.interval_mask import IntervalMask  # only here: commands that start load no NumPy
+    from ..system.values import is_whole
+
     current = FORMER.get(name, ELSEWHERE.get(name, name))
     if current in allowed and name == "sliding_window":
         before, count = (value - 1, value) if is_whole(value, 1) else ("n - 1", "n")

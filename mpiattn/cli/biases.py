@@ -167,8 +167,11 @@ class RunBiases:
         """Whether no other plane has the same tile."""
         return all(n > 1 or of.start == 0 for n, of in zip(self._data["bias"].shape, self._place))
 
-    def rules(self):
-        """`mpiattn.verify.reference_biases.PairRules`, whose numbers are read again from IN; None without biases."""
+    def rules(self, problem):
+        """`mpiattn.verify.reference_biases.PairRules`, whose numbers are read again from IN; None without biases.
+
+        problem: the plan's, with its masks.
+        """
         if not self:
             return None
         dense, of_keys = self._data.get("bias"), self._data.get("key_bias")
@@ -187,7 +190,7 @@ class RunBiases:
             return row[keys - start].astype(np.float64)
 
         call = {name: value for name, value in self.call.items() if name not in SHAPES}
-        return rules_of(self._problem, BiasArguments(**call), dense and read, of_keys and read_keys)
+        return rules_of(problem, BiasArguments(**call), dense and read, of_keys and read_keys)
 
     def verification(self, peers, source):
         """`BiasGradients` of what was kept, or None.  source: of the float64 attention."""

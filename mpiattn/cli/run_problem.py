@@ -273,7 +273,7 @@ def _verify(peers, task, results, progress):
     plan, source, added = task.plan, task.source, task.added
     p, layouts = plan.problem, (plan.q_layout, plan.k_layout)
     backward, results = "dq" in results, list(results.values())
-    inputs = compare.Source(p, source.tokens, task.documents, added.rules())
+    inputs = compare.Source(p, source.tokens, task.documents, added.rules(p))
     chosen = [compare.choose(inputs, layouts[0], peers.rank)]
     if backward:
         results += [None] * p.shared_kv  # dv

@@ -44,7 +44,8 @@ Value = TypeVar("Value")
 def _is_limit(timeout: Any) -> bool:
     if not isinstance(timeout, Real) or isinstance(timeout, bool):
         return False
-    return bool(timeout == math.inf or 0 < timeout <= sys.float_info.max)  # a larger int has no float
+    seconds: Any = timeout
+    return bool(seconds == math.inf or 0 < seconds <= sys.float_info.max)  # a larger int has no float
 
 
 def check_timeout(timeout: object) -> None:
