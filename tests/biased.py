@@ -8,6 +8,7 @@ from dense import separate
 
 from mpiattn.backends.numpy.dropout import philox
 from mpiattn.verify import reference
+from mpiattn.verify.reference_masks import place_of
 
 
 class Drawn(NamedTuple):
@@ -53,7 +54,7 @@ def draw(problem, seed, kinds=None, narrow=False):
         elif kind == "relative":
             some["relative_bias"] = normal(heads, 2 * rng.choice([0, 2, 9, 200]) + 1).astype(partial)
         elif kind == "grid":
-            if p.seqlen != p.seqlen_k or not p.seqlen:
+            if p.seqlen != p.seqlen_k or not p.seqlen or p.places is not None:
                 continue
             width = max(n for n in range(1, 9) if p.seqlen % n == 0)
             some["relative_grid"] = p.seqlen // width, width
@@ -66,13 +67,22 @@ def draw(problem, seed, kinds=None, narrow=False):
     return Drawn(**some)
 
 
+def _distances(problem):
+    """How far each key is from each query, by the places of a mask that has some: (seqlen, seqlen_k)."""
+    p = problem
+    keys, diagonal = np.arange(p.seqlen_k), np.arange(p.seqlen) + p.seqlen_k - p.seqlen
+    place = None if p.mask is None else place_of(p.mask, p.seqlen, p.seqlen_k)
+    if place is not None:
+        keys, diagonal = place(keys), place(diagonal)
+    return keys - diagonal[:, None]
+
+
 def _offsets(problem, drawn):
     """Index in the flat table of every pair: (seqlen, seqlen_k)."""
     p, table = problem, drawn.relative_bias
     if drawn.relative_grid is None:
         reach = table.shape[1] // 2
-        i, j = np.indices((p.seqlen, p.seqlen_k))
-        return np.clip(j - i - (p.seqlen_k - p.seqlen), -reach, reach) + reach
+        return np.clip(_distances(p), -reach, reach) + reach
     index = np.zeros((p.seqlen, p.seqlen), np.int64)
     places = np.array(list(np.ndindex(*drawn.relative_grid)))
     for axis, points in enumerate(drawn.relative_grid):
@@ -93,9 +103,8 @@ def whole(problem, drawn):
     if drawn.key_bias is not None:
         of_keys = drawn.key_bias.astype(np.float64)
         bias += of_keys.reshape((1,) * (3 - of_keys.ndim) + of_keys.shape)[:, :, None]
-    i, j = np.indices((p.seqlen, p.seqlen_k))
     if drawn.alibi_slopes is not None:
-        bias -= drawn.alibi_slopes.astype(np.float64)[:, None, None] * np.abs(j - i - (p.seqlen_k - p.seqlen))
+        bias -= drawn.alibi_slopes.astype(np.float64)[:, None, None] * np.abs(_distances(p))
     if drawn.relative_bias is not None:
         table = drawn.relative_bias.astype(np.float64)
         bias += table.reshape(len(table), -1)[:, _offsets(p, drawn)]
@@ -183,9 +192,8 @@ def _gradients(p, drawn, dscore):
         full = (1,) * (3 - len(shape)) + shape
         broadcast = tuple(axis for axis in (0, 1) if full[axis] == 1)
         gradients["key_bias"] = dscore.sum(axis=2).sum(axis=broadcast, keepdims=True).reshape(shape)
-    i, j = np.indices(dscore.shape[2:])
     if drawn.alibi_slopes is not None:
-        gradients["alibi_slopes"] = -(dscore * np.abs(j - i - (p.seqlen_k - p.seqlen))).sum(axis=(0, 2, 3))
+        gradients["alibi_slopes"] = -(dscore * np.abs(_distances(p))).sum(axis=(0, 2, 3))
     if drawn.relative_bias is not None:
         table, index = drawn.relative_bias, _offsets(p, drawn).ravel()
         sums = np.zeros((len(table), table[0].size))

@@ -126,6 +126,8 @@ def draw_case(seed, index, size):
         plan["scale"] = plan["scale"] or 0.25  # which has no default there
     if rng.random() < 0.4:
         plan["tile"] = rng.choice(every_tile(ranks, plan["heads"], plan["kv_heads"], batch))
+    if several and plan["window"] is not None and mask.places(seqlen_k) is not None and seqlen != seqlen_k:
+        plan["window"] = None  # refused beside documents whose queries and keys end at different positions
     causal = plan["causal"] or plan["prefix"] > 0 or plan["causal_block"] is not None
     return Case(
         rng.sample(range(size), ranks),
