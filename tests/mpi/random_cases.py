@@ -126,13 +126,19 @@ def draw_case(seed, index, size):
         plan["scale"] = plan["scale"] or 0.25  # which has no default there
     if rng.random() < 0.4:
         plan["tile"] = rng.choice(every_tile(ranks, plan["heads"], plan["kv_heads"], batch))
-    if several and plan["window"] is not None and mask.places(seqlen_k) is not None and seqlen != seqlen_k:
-        plan["window"] = None  # refused beside documents whose queries and keys end at different positions
     causal = plan["causal"] or plan["prefix"] > 0 or plan["causal_block"] is not None
+    members, call = rng.sample(range(size), ranks), draw_call(rng, batch, seqlen, seqlen_k, causal)
+    if (
+        several
+        and plan["window"] is not None
+        and mask.places(seqlen_k) is not None
+        and any("_k" in name for name in call)
+    ):
+        call = {}  # refused where the documents' queries and keys end at different positions
     return Case(
-        rng.sample(range(size), ranks),
+        members,
         plan,
-        draw_call(rng, batch, seqlen, seqlen_k, causal),
+        call,
         rng.choice([("numpy",), ("deferred",), ("numpy", "deferred"), (COMPILED,)]),
         tuple(rng.choice([0.1, 0.5, 1, 1.7, 3, 50]) for _ in range(4)) if rng.random() < 0.5 else None,
         sinks=rng.random() < 0.3,
