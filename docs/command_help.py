@@ -6,7 +6,7 @@ import re
 from docutils import nodes
 from docutils.parsers.rst import Directive
 
-from mpiattn import cli
+from mpiattn.cli import commands
 
 
 class CommandHelp(Directive):
@@ -16,10 +16,11 @@ class CommandHelp(Directive):
         """The sections, one a subcommand."""
         os.environ["COLUMNS"] = "110"  # argparse breaks lines there
         sections = []
-        for name in cli.COMMANDS:
+        for name in commands.COMMANDS:
             section = nodes.section(ids=[f"mpiattn-{name}"], names=[f"mpiattn-{name}"])
-            text = cli._parser(name).chosen.format_help()
-            section += [nodes.title("", f"mpiattn {name}"), nodes.paragraph("", f"{_sentence(cli.COMMANDS[name])}.")]
+            text = commands.parser_of(name).chosen.format_help()
+            summary = _sentence(commands.COMMANDS[name])
+            section += [nodes.title("", f"mpiattn {name}"), nodes.paragraph("", f"{summary}.")]
             section += nodes.literal_block(text, re.sub(r"\x1b\[[\d;]*m", "", text), language="text")
             sections.append(section)
         return sections

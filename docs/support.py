@@ -20,9 +20,9 @@ from mpi4py import MPI
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import mpiattn
-from mpiattn import cli
 from mpiattn.backends.cuda.kernels import KernelLaunches
 from mpiattn.backends.numpy.backend import NumpyBackend
+from mpiattn.cli.commands import parser_of
 from mpiattn.comm import transport
 from mpiattn.decode import cache
 from mpiattn.errors import ArgumentError
@@ -150,7 +150,7 @@ def tables():
     lines += ["", "What the refused calls said:", ""]
     lines += [f"{number}. `{why}`" for number, why in enumerate(notes, 1)]
     lines += ["", "| | in the library | commands |", "|---|---|---|"]
-    options = {name: {action.dest for action in cli._parser(name).chosen._actions} for name in COMMANDS}
+    options = {name: {action.dest for action in parser_of(name).chosen._actions} for name in COMMANDS}
     for name, feature in FEATURES.items():
         if "yes" not in outcomes[name]:
             continue

@@ -50,11 +50,7 @@ WRITING = {"write": "files.output.Output.write_each", "commit": "files.output.Ou
 END = {"end": "console.launch.Job.end"}
 FORWARD = {"planning": "comm.mesh.Mesh.__init__", "steps": "engine.executor.Executor._run_block"}
 CACHE = {"append": "decode.cache.KVCache.append", "decode": "decode.combine.Combiner.run"}
-KEPT = {
-    "begin": "files.unfinished.Unfinished.begin",
-    "flush": "files.output.Output.flush",
-    "note": "files.unfinished.Unfinished.add",
-}
+KEPT = {"flush": "files.output.Output.flush", "note": "files.unfinished.Unfinished.add"}
 PHASES = {
     "many": {"read": READING["read"]} | FORWARD | WRITING | KEPT | END,
     "run": READING | FORWARD | WRITING | END,
@@ -158,7 +154,7 @@ class Trial(NamedTuple):
         phase = rng.choice(list(PHASES[subject]))
         fault = rng.choice([*FAULTS, *SIGNALS] if subject == "many" else list(FAULTS))
         often = CALLS.get(phase, 1)
-        if subject == "many" and phase not in ("planning", "commit", "begin", "end"):
+        if subject == "many" and phase not in ("planning", "commit", "end"):
             often = len(PROBLEMS)
         return cls(subject, phase, fault, rng.randrange(RANKS), rng.randrange(often))
 

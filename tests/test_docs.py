@@ -40,12 +40,12 @@ def codes(value):
     return made
 
 def window():
-    from mpiattn import cli
+    from mpiattn.cli import commands
     path = sys.argv[1]
     for words in (["generate", f"{path}/in.h5", "--seqlen", "40", "--heads", "2"],
                   ["run", f"{path}/in.h5", f"{path}/out.h5", "--window", "9,0", "--json", f"{path}/out.json"]):
         if words[0] == "run" or MPI.COMM_WORLD.rank == 0:
-            arguments = cli._parser(words[0]).parse_args(words)
+            arguments = commands.parser_of(words[0]).parse_args(words)
             arguments.words = words
             assert arguments.run(arguments) == 0
         MPI.COMM_WORLD.Barrier()

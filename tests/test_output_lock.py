@@ -1,29 +1,28 @@
 """The lock of OUT: two jobs do not write it at the same time, and what jobs that ended have left stops nobody."""
 
 import errno
-import json
+import fcntl
 import os
 import re
 import socket
 import subprocess
 import sys
 import threading
-import time
 
 import launch
-import locks
 import pytest
 from files import assert_right, write_input
 from launch import mpirun
-from locks import ARRAY, ELSEWHERE, LOCK, SLURM, change, left_in, refused, take
 from mpi4py import MPI
 
 from mpiattn.comm.peers import Peers
 from mpiattn.errors import FileError
 from mpiattn.files.output import Contents, Output
-from mpiattn.system import output_lock, partial_files, processes
-from mpiattn.system.atomic_file import NewFile
+from mpiattn.system import output_lock, partial_files
+from mpiattn.system.atomic_file import HDF5, NewFile
 from mpiattn.system.output_lock import OutputLock
+
+LOCK = ".out.h5.lock"
 
 
 @pytest.fixture
@@ -33,42 +32,61 @@ def out(tmp_path):
 
 @pytest.fixture(autouse=True)
 def become(monkeypatch):
-    return locks.slurm(monkeypatch)
+    """A function that sets Slurm's variables, by name without SLURM_; none are set before."""
+    for name in os.environ:
+        if name.startswith("SLURM_"):
+            monkeypatch.delenv(name)
+
+    def become(**variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(f"SLURM_{name}", value)
+
+    return become
 
 
-@pytest.fixture
-def dead():
-    """The number of a process of this machine that has ended."""
-    child = subprocess.Popen(["true"])
-    child.wait()
-    return {"number": child.pid}
+def left_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def take(out):
+    return NewFile("OUT", out, (), HDF5, locked=True)
+
+
+def finish(new):
+    new.publish()
+    new.discard()
+
+
+def refused(out):
+    with pytest.raises(FileError) as error:
+        take(out)
+    return str(error.value)
 
 
 # Held
 
 
 def test_who_comes_second_is_refused(out, become):
-    become(**SLURM, **ARRAY)
+    become(JOB_ID="123", ARRAY_JOB_ID="120", ARRAY_TASK_ID="2")
     first = take(out)
     assert (out.parent / LOCK).stat().st_mode & 0o777 == 0o644  # all may read who it is
     become(JOB_ID="124", ARRAY_TASK_ID="3")
     message = refused(out)
     assert re.fullmatch(
-        rf"OUT is '{out}'; job 123 \(task 2 of array 120\) on {socket.gethostname()} has been writing it since "
-        rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d; give another name, or remove '{out.parent}/{LOCK}' if that job has ended",
+        rf"OUT is '{out}'; job 123 \(task 2 of array 120\) of \w+ on {socket.gethostname()} has been writing it since "
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d; give another name, or wait for its end",
         message,
     ), message
     assert len(left_in(out.parent)) == 2  # the lock, the first one's partial
-    first.publish()
+    finish(first)
     assert left_in(out.parent) == ["out.h5"]
-    take(out).publish()
+    finish(take(out))
     assert left_in(out.parent) == ["out.h5"]
 
 
 def test_outside_of_slurm(out):
     first = take(out)
-    assert f"; process {os.getpid()} on " in (message := refused(out))
-    assert message.endswith("if that process has ended")
+    assert f"; process {os.getpid()} of " in refused(out)
     first.discard()
     assert left_in(out.parent) == []
 
@@ -84,8 +102,7 @@ def test_the_lock_lies_beside_the_real_file(out, tmp_path_factory):
     link = tmp_path_factory.mktemp("elsewhere") / "link.h5"
     link.symlink_to(out)
     with take(out):
-        message = refused(link)
-        assert f"OUT is '{link}'" in message and f"remove '{out.parent}/{LOCK}'" in message
+        assert f"OUT is '{link}'" in refused(link)
         assert left_in(link.parent) == ["link.h5"]
 
 
@@ -95,219 +112,118 @@ def test_what_cannot_be_made_leaves_no_lock(out, monkeypatch):
     assert left_in(out.parent) == []
 
 
-def test_a_signal_releases_it(out):
-    take(out)
-    assert partial_files.discard_all() == {"OUT"} and left_in(out.parent) == []
-
-
-def test_a_signal_while_it_is_taken(out, monkeypatch):
-    def linked(*arguments):
-        link(*arguments)
-        partial_files.discard_all()
-        assert left_in(out.parent) == []
-        raise KeyboardInterrupt
-
-    link = os.link
-    monkeypatch.setattr(os, "link", linked)
-    with pytest.raises(KeyboardInterrupt):
-        take(out)
-
-
-def test_nobody_releases_anothers(out):
+def test_other_ranks_hold_nothing(out):
+    """A rank other than 0 removes the partial when it must end; as long as rank 0 lives, others are refused."""
     new = take(out)
-    change(out, mpiattn="0123")
+    partial_files.discard_all()
+    assert left_in(out.parent) == [LOCK] and refused(out)
+    output_lock.remove_all()  # the last thing before a rank ends the job
+    assert left_in(out.parent) == []
     new.discard()
-    assert left_in(out.parent) == [LOCK]
 
 
 # Left behind
 
 
-def test_a_process_that_ended(out, dead, caplog):
-    """Of this machine; what another process with its number does is its own affair."""
-    take(out)
-    change(out, process=dead)
-    take(out)
-    assert [record.getMessage() for record in caplog.records] == [
-        f"mpiattn: took over '{out.parent}/{LOCK}', the lock of process {dead['number']} on {socket.gethostname()}, "
-        "which has ended"
-    ]
-    change(out, process={"started": 7})
-    take(out).publish()
-    assert LOCK not in left_in(out.parent) and len(left_in(out.parent)) == 3  # two partials of living processes
+def test_a_process_that_was_killed(out):
+    """The system has taken its lock back, on any host; the file that it left means nothing."""
+    code = (
+        "import os, sys\nfrom mpiattn.system.output_lock import OutputLock\nOutputLock(sys.argv[1]).take()\nos._exit(9)"
+    )
+    subprocess.run([sys.executable, "-c", code, out], env=launch.environment())
+    assert left_in(out.parent) == [LOCK]
+    finish(take(out))
+    assert left_in(out.parent) == ["out.h5"]
 
 
-def test_a_zombie(out):
-    """A process that was killed and that nobody reaps has ended too."""
+def test_children_of_the_process_hold_nothing(out):
+    """A program that goes on after `KVCache.save` may have started others meanwhile."""
+    new = take(out)
     child = subprocess.Popen(["sleep", "60"])
-    with open(f"/proc/{child.pid}/stat") as file:
-        started = int(file.read().split()[21])
-    take(out)
-    change(out, process={"number": child.pid, "started": started})
-    assert refused(out)
+    new.discard()
+    take(out).discard()
     child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    take(out).publish()
     child.wait()
-
-
-def test_a_process_that_proc_hides(monkeypatch):
-    """From other users, where it is mounted with hidepid: it runs."""
-    monkeypatch.setattr(processes, "_state", lambda number: None)
-    monkeypatch.setattr(os, "kill", lambda *_: (_ for _ in ()).throw(PermissionError))
-    assert processes.ended(processes.Process(processes.machine(), 1, 1)) is False
-
-
-def test_a_process_of_another_machine(out):
-    take(out)
-    change(out, process=ELSEWHERE, host="node17", user="bob")
-    assert "process " in (message := refused(out)) and " of bob on node17 has been writing it" in message
-
-
-def test_where_processes_cannot_be_told_apart(out, monkeypatch):
-    monkeypatch.setattr(processes, "machine", lambda: None)
-    take(out)
-    refused(out)
 
 
 # Races and odd file systems
 
 
-def of_the_dead(lock, number):
-    """Leave a lock of a process that has ended."""
-    assert lock.take("OUT") is None
-    with open(lock.path) as file:
-        says = json.load(file)
-    says["process"]["number"] = number
-    with open(lock.path, "w") as file:
-        json.dump(says, file)
+def test_one_of_many_gets_it(out):
+    """Also while those who had it remove its file: of a file that is gone nobody has the lock."""
+    holders, most, guard = [], [], threading.Lock()
+
+    def work():
+        for _ in range(50):
+            lock = OutputLock(str(out))
+            if lock.take() is None:
+                with guard:
+                    holders.append(lock)
+                    most.append(len(holders))
+                with guard:
+                    holders.remove(lock)
+                lock.release()
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(most) == 1 and left_in(out.parent) == []
 
 
-@pytest.mark.parametrize("marked", [False, True], ids=["", "who took it over was killed"])
-def test_one_of_many_takes_it_over(out, dead, marked):
-    for _ in range(10):
-        stale = OutputLock.of(str(out))
-        of_the_dead(stale, dead["number"])
-        if marked:
-            of_the_dead(OutputLock(f"{stale.path}.{stale.name}", "0123"), dead["number"])
-        locks, start, answers = [OutputLock.of(str(out)) for _ in range(8)], threading.Barrier(8), {}
+def test_the_file_is_removed_while_it_is_taken(out, monkeypatch):
+    """By who had the lock until then: another file is made, since others would not see this one."""
+    flock, times = fcntl.flock, []
 
-        def compete(lock, start=start, answers=answers):
-            start.wait()
-            answers[lock] = lock.take("OUT")
+    def late(handle, how):
+        if not times:
+            os.unlink(out.parent / LOCK)
+        times.append(1)
+        flock(handle, how)
 
-        threads = [threading.Thread(target=compete, args=(lock,)) for lock in locks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        (winner,) = (lock for lock, answer in answers.items() if answer is None)
-        assert len(answers) == 8 and left_in(out.parent) == [LOCK]
-        for lock in locks:
-            lock.release()
-            assert left_in(out.parent) == ([LOCK] if locks.index(lock) < locks.index(winner) else [])
+    monkeypatch.setattr(fcntl, "flock", late)
+    new = take(out)
+    assert len(times) == 2 and refused(out)
+    new.discard()
 
 
-def test_a_late_one_does_not_take_it_over_again(out, dead, monkeypatch):
-    """Who has read a stale lock, and comes to replace it when another one has, is refused."""
-    of_the_dead(OutputLock.of(str(out)), dead["number"])
-    slow, quick = OutputLock.of(str(out)), OutputLock.of(str(out))
-    taken_over = OutputLock._taken_over
-
-    def late(lock, *arguments):
-        if lock is slow:
-            monkeypatch.undo()
-            assert quick.take("OUT") is None
-            assert not taken_over(lock, *arguments)
-            assert len(left_in(out.parent)) == 2  # the lock and a draft
-            return False
-        return taken_over(lock, *arguments)
-
-    monkeypatch.setattr(OutputLock, "_taken_over", late)
-    assert f"process {os.getpid()} on " in slow.take("OUT")
-
-
-def test_a_signal_while_it_is_taken_over(out, dead, monkeypatch):
-    def replace(*_):
-        partial_files.discard_all()
-        assert left_in(out.parent) == [LOCK]
-        raise InterruptedError
-
-    of_the_dead(OutputLock.of(str(out)), dead["number"])
-    monkeypatch.setattr(os, "replace", replace)
-    with pytest.raises(InterruptedError):
-        OutputLock.of(str(out)).take("OUT")
-
-
-def no_links(*_):
-    raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-
-def test_without_links(out, monkeypatch, dead):
-    monkeypatch.setattr(os, "link", no_links)
-    take(out)
-    refused(out)
-    change(out, process=dead)
-    take(out).publish()
-    assert LOCK not in left_in(out.parent)
-
-
-def test_links_that_are_made_twice(out, monkeypatch):
-    """NFS sends what is not answered in time again, and then hears that it is there."""
-
-    def twice(*arguments):
-        link(*arguments)
-        link(*arguments)
-
-    link = os.link
-    monkeypatch.setattr(os, "link", twice)
-    take(out).publish()
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks(out, monkeypatch, code):
+    """It refuses nobody; each job has a partial of its own."""
+    monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(code, os.strerror(code))))
+    first, second = take(out), take(out)
+    finish(first)
+    finish(second)
     assert left_in(out.parent) == ["out.h5"]
 
 
-@pytest.mark.parametrize("contents", ["", '{"mpi', '{"mpiattn": "0123", "host": "no'])
+@pytest.mark.parametrize("contents", ["", "mpi", "mpiattn: process 1"])
 def test_a_lock_that_is_not_whole(out, contents):
-    """Where there are no links, a process may be killed before it has written it."""
-    path = out.parent / LOCK
-    path.write_text(contents)
-    assert "is not whole" in refused(out)
-    os.utime(path, (time.time() - 100,) * 2)
-    take(out).publish()
+    (out.parent / LOCK).write_text(contents)
+    finish(take(out))
     assert left_in(out.parent) == ["out.h5"]
 
 
-@pytest.mark.parametrize("kind", ["file", "folder", "pipe", "link", "newer"])
+@pytest.mark.parametrize("kind", ["file", "folder", "pipe", "link"])
 def test_what_is_no_lock_stays(out, kind):
     path = out.parent / LOCK
     {
         "file": lambda: path.write_text("of another program"),
-        "newer": lambda: path.write_text('{"mpiattn": "0123", "of": "a later version"}'),
         "folder": path.mkdir,
         "pipe": lambda: os.mkfifo(path),
         "link": lambda: path.symlink_to("nowhere"),
     }[kind]()
-    os.utime(path, (time.time() - 100,) * 2, follow_symlinks=False)
-    assert re.search(r"is no lock of mpiattn|cannot be read|is of another version", refused(out))
+    assert re.search(r"is no lock of mpiattn|is no file|cannot be written", refused(out))
     assert left_in(out.parent) == [LOCK]
 
 
 def test_a_full_disk(out, monkeypatch):
-    monkeypatch.setattr(output_lock.json, "dump", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
-    assert "it cannot be written: full" in refused(out)
-    assert left_in(out.parent) == []
-
-
-def test_a_full_disk_without_links(out, monkeypatch):
-    def full(file, *mode):
-        if isinstance(file, int):
-            os.close(file)
-            raise OSError(errno.ENOSPC, "full")
-        return open(file, *mode)
-
-    monkeypatch.setattr(os, "link", no_links)
-    monkeypatch.setattr(output_lock, "open", full, raising=False)
-    assert "it cannot be written: full" in refused(out)
-    assert left_in(out.parent) == []
+    """Who writes is then not said, and others are refused all the same."""
+    monkeypatch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    new = take(out)
+    assert "another process is writing it" in refused(out)
+    new.discard()
 
 
 # Outputs

@@ -54,6 +54,12 @@ def stopped(n, number, after, where, *arguments):
     return mpirun(n, command, timeout=90, check=False)
 
 
+def kinds(left):
+    """The names of files in a folder of unfinished results, but for what all begin with."""
+    assert len({path.name[:8] for path in left.iterdir()}) == 1
+    return sorted(path.name[8:] for path in left.iterdir())
+
+
 def test_a_run_that_is_stopped_goes_on(tmp_path):
     """With the same bits: by SIGUSR1 after the problem at hand, by SIGTERM and SIGKILL without it."""
     source, out, left = write_problems(tmp_path / "in.h5", LAYERS), tmp_path / "out.h5", tmp_path / "out.h5.unfinished"
@@ -62,13 +68,11 @@ def test_a_run_that_is_stopped_goes_on(tmp_path):
     outcome = stopped(3, signal.SIGUSR1, 0, 1, *arguments)
     assert outcome.returncode == 138
     assert outcome.stderr.count("mpiattn run: ended by SIGUSR1, OUT was not written; 1 of 4 problems are in ") == 1
-    assert not out.exists() and sorted(path.name for path in left.iterdir()) == ["finished.jsonl", "out.h5"]
+    assert not out.exists() and kinds(left) == [".0.json", ".h5"]
     outcome = stopped(3, signal.SIGTERM, 1, 0, *arguments)  # in the second of this launch, the third of all
     assert outcome.stderr.count("ended by SIGTERM, OUT was not written; 2 of 4 problems are in ") == 1
     outcome = stopped(3, signal.SIGKILL, 1, 2, *arguments)
-    assert (
-        outcome.returncode and not out.exists() and len(left.joinpath("finished.jsonl").read_text().splitlines()) == 4
-    )
+    assert outcome.returncode and not out.exists() and kinds(left) == [".0.json", ".1.json", ".2.json", ".h5"]
     outcome = run(3, *arguments, "--json", tmp_path / "report.json")
     assert "4 problems in 'encoder' to 'layers/10', of 3 shapes, 3 of them finished before" in outcome.stdout
     assert list(json.loads((tmp_path / "report.json").read_text())["problems"]) == ORDER
@@ -113,26 +117,31 @@ def test_only_the_same_run_goes_on(half):
 
 
 @pytest.mark.draw(2)
-@pytest.mark.parametrize("harm", ["torn", "no journal", "no results", "odd journal", "short results", "other results"])
+@pytest.mark.parametrize(
+    "harm", ["draft", "of another run", "no reports", "no results", "odd report", "short results", "other results"]
+)
 def test_what_was_left_is_harmed(half, harm):
-    """By a crash: begun anew, or from the last whole line; by others: an error that says what to remove."""
+    """By a crash: begun anew, or with the problems that are whole; by others: an error that says what to remove."""
     source, out, left = half / "in.h5", half / "out.h5", half / "out.h5.unfinished"
-    journal, results = left / "finished.jsonl", left / "out.h5"
-    if harm == "torn":
-        journal.write_text(journal.read_text() + '{"problem": "b", "repo')
-    elif harm == "no journal":
-        journal.unlink()
+    (report,), (results,) = left.glob("*.json"), left.glob("*.h5")
+    if harm == "draft":
+        results.with_suffix(".draft").write_text('{"problem": "b", "repo')
+    elif harm == "of another run":  # whose file of results was removed
+        (left / "0123abcd.1.json").write_text('{"problem": "b", "report": {}}')
+    elif harm == "no reports":
+        report.unlink()
     elif harm == "no results":
         results.unlink()
-    elif harm == "odd journal":
-        journal.write_text("odd\n")
+    elif harm == "odd report":
+        report.write_text("odd\n")
     elif harm == "short results":
         os.truncate(results, 200)
     else:
         write_input(results)
-    outcome = run(2 if harm == "no journal" else 1, source, out, "--resume", check=False)
-    if harm in ("torn", "no journal", "no results"):
-        assert outcome.returncode == 0 and ("1 of them finished before" in outcome.stdout) == (harm == "torn")
+    outcome = run(2 if harm == "no reports" else 1, source, out, "--resume", check=False)
+    if harm in ("draft", "of another run", "no reports", "no results"):
+        assert outcome.returncode == 0 and not left.exists()
+        assert ("1 of them finished before" in outcome.stdout) == (harm in ("draft", "of another run"))
         assert_right(source, out, group="a")
         assert_right(source, out, group="b")
     else:
@@ -147,13 +156,13 @@ def test_the_launcher_hands_the_signal_on(tmp_path):
     source, out = write_problems(tmp_path / "in.h5", {str(i): shape for i in range(40)}), tmp_path / "out.h5"
     command = [mpiexec(), "-n", "2", sys.executable, "-m", "mpiattn", "run", str(source), str(out), "--resume"]
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    journal, end = tmp_path / "out.h5.unfinished/finished.jsonl", time.monotonic() + 60 * time_factor()
-    while not (journal.exists() and len(journal.read_text().splitlines()) > 1) and time.monotonic() < end:
+    left, end = tmp_path / "out.h5.unfinished", time.monotonic() + 60 * time_factor()
+    while not list(left.glob("*.json")) and time.monotonic() < end:
         time.sleep(0.01)
     process.send_signal(signal.SIGUSR1)
     _, said = process.communicate(timeout=60 * time_factor())
     assert process.returncode == 138 and "ended by SIGUSR1" in said
-    assert 1 < len(journal.read_text().splitlines()) <= 41
+    assert 1 <= len(list(left.glob("*.json"))) <= 40
 
 
 @pytest.mark.parametrize("after", ["add", "commit"])
@@ -227,23 +236,13 @@ def test_what_results_depend_on(begun, first, then, differs):
         (begun / "out.h5.unfinished").rmdir()
 
 
-def test_a_journal_that_the_disk_has_cut(half):
-    """Lines after the first that is not whole do not count; a line that cannot be written leaves nothing of it."""
-    journal = half / "out.h5.unfinished/finished.jsonl"
-    whole = journal.read_text()
-    journal.write_text(whole + '{"problem": "b", "re' + '{"problem": "b", "report": {}}\n')
-    assert "1 of them finished before" in run(1, half / "in.h5", half / "out.h5", "--resume").stdout
-    assert_right(half / "in.h5", half / "out.h5", group="b")
-
-
-@pytest.mark.parametrize("header", ["[]", "5", '{"x": 1}', '{"made_by": 5}'])
-def test_a_journal_of_something_else(half, header):
-    journal = half / "out.h5.unfinished/finished.jsonl"
-    journal.write_text("\n".join([header, *journal.read_text().splitlines()[1:]]) + "\n")
+@pytest.mark.parametrize("contents", ["[]", "5", '{"x": 1}', ""])
+def test_a_report_of_something_else(half, contents):
+    (report,) = (half / "out.h5.unfinished").glob("*.json")
+    report.write_text(contents)
     outcome = run(1, half / "in.h5", half / "out.h5", "--resume", check=False)
-    assert (
-        outcome.returncode == 1 and "it does not hold what such a run leaves; to begin anew remove it" in outcome.stderr
-    )
+    assert outcome.returncode == 1
+    assert "it does not hold what such a run leaves; to begin anew remove it" in outcome.stderr
 
 
 def run_two(tmp_path, solve):
@@ -275,8 +274,8 @@ def test_in_is_changed_while_it_is_read(tmp_path):
         "    return right(job, args, task, *given)",
     )
     assert "it was changed while it was read: " in said, said
-    lines = (tmp_path / "out.h5.unfinished/finished.jsonl").read_text().splitlines()
-    assert [json.loads(line).get("problem") for line in lines] == [None, "a"]
+    assert "; 1 of 2 problems are in " in said and "the same command with --resume goes on with the others" in said
+    assert kinds(tmp_path / "out.h5.unfinished") == [".0.json", ".h5"]
 
 
 @pytest.mark.parametrize("harm", ["other files", "an error of the file system"])
@@ -284,46 +283,90 @@ def test_nothing_else_is_removed(half, harm, monkeypatch):
     """No file that a run has not made, and nothing where the system does not say what is there."""
     left, given = half / "out.h5.unfinished", (half / "out.h5", half / "in.h5")
     if harm == "other files":
-        (left / "finished.jsonl").unlink()
-        (left / "thesis.tex").touch()
-        stays, says = ["thesis.tex"], "cannot be written: Directory not empty; to begin anew remove it"
+        next(left.glob("*.json")).unlink()
+        (left / "thesis.h5").touch()
+        stays, says = ["thesis.h5"], "cannot be written: Directory not empty; to begin anew remove it"
     else:
-        made_by = json.loads((left / "finished.jsonl").read_text().splitlines()[0])["made_by"]
-        stays, says = ["finished.jsonl", "out.h5"], "cannot be read: Stale file handle; to begin anew remove it"
-        file, stat = _File(*given, made_by), os.stat
-
-        def fails(path, **how):
-            if str(path).endswith(".unfinished/out.h5"):
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-            return stat(path, **how)
-
-        monkeypatch.setattr(os, "stat", fails)
-        file.discard()
+        stays, says = sorted(os.listdir(left)), "cannot be read: Stale file handle; to begin anew remove it"
+        stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        monkeypatch.setattr(os, "listdir", lambda _: (_ for _ in ()).throw(stale))
     with pytest.raises(FileError, match=says):
         _File(*given, {})
+    monkeypatch.undo()
     assert sorted(path.name for path in left.iterdir()) == stays
-    assert not list(half.glob(".*.lock"))
+    assert not list(half.glob(".*"))
+
+
+def made_by(half):
+    (results,) = (half / "out.h5.unfinished").glob("*.h5")
+    with h5py.File(results) as file:
+        return json.loads(file.attrs["made_by"])
 
 
 def test_out_has_its_name_before_the_rest_is_removed(half, monkeypatch):
     """On the disk too: a crash may otherwise undo the first alone."""
     left, seen = half / "out.h5.unfinished", []
     assert left.stat().st_mode & 0o777 == 0o700
-    made_by = json.loads((left / "finished.jsonl").read_text().splitlines()[0])["made_by"]
-    file = _File(half / "out.h5", half / "in.h5", made_by)
-    monkeypatch.setattr(unfinished, "sync", lambda path, mode=None: seen.append((str(path), len([*left.iterdir()]))))
+    file = _File(half / "out.h5", half / "in.h5", made_by(half))
+    monkeypatch.setattr(unfinished, "sync", lambda path: seen.append((str(path), kinds(left))))
     file.publish()
-    assert seen == [(f"{left}/out.h5", 2), (str(half), 1)] and not left.exists()
+    assert seen == [(str(half), [".0.json"])] and not left.exists()
+    file.discard()
+    assert not list(half.glob(".*"))
 
 
-# The command line, which says what is put on the disk, and how many lines the journal has then.
+def test_results_that_another_job_has_removed(half):
+    """As where the file system has no locks: nothing of the problem counts."""
+    left = half / "out.h5.unfinished"
+    file = _File(half / "out.h5", half / "in.h5", made_by(half))
+    next(left.glob("*.h5")).unlink()
+    with pytest.raises(FileError, match="another job has removed it"):
+        file.add("b", {})
+    assert kinds(left) == [".0.json", ".draft"]
+    file.discard()
+
+
+def test_two_runs_of_one_folder(half):
+    """Whoever has it, in whatever phase, is alone."""
+    first = _File(half / "out.h5", half / "in.h5", made_by(half))
+    with pytest.raises(FileError, match="has been writing it since"):
+        _File(half / "out.h5", half / "in.h5", made_by(half))
+    first.discard()
+    assert not list(half.glob(".*")) and kinds(half / "out.h5.unfinished") == [".0.json", ".h5"]
+
+
+def test_partials_of_jobs_that_were_killed_go(tmp_path):
+    source, out = write_problems(tmp_path / "in.h5", {"a": {"seqlen": 30}, "b": {"seqlen": 30}}), tmp_path / "out.h5"
+    stopped(1, signal.SIGKILL, 0, 0, source, out, "--resume")  # in its first problem
+    (partial,) = tmp_path.glob(".out.h5.*.partial")
+    outcome = mpirun(1, [sys.executable, "-m", "mpiattn", "run", source, out, "--resume"])
+    assert f"mpiattn: removed '{partial}', which a job that was killed left behind" in outcome.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.h5", "out.h5"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_a_problem_is_finished(tmp_path, number):
+    """Nothing is left, and nothing is said of it."""
+    source = write_problems(tmp_path / "in.h5", {"a": {"seqlen": 30}, "b": {"seqlen": 30}})
+    outcome = stopped(2, number, 0, 1, source, tmp_path / "out.h5", "--resume")
+    assert outcome.returncode == 128 + number and "OUT was not written\n" in outcome.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["in.h5"]
+
+
+def test_a_run_without_resume_says_that_results_are_there(half):
+    said = mpirun(1, [sys.executable, "-m", "mpiattn", "run", half / "in.h5", half / "out.h5"]).stderr
+    assert said.count("unfinished' holds results of a run with --resume, which this run leaves there unused") == 1
+    assert kinds(half / "out.h5.unfinished") == [".0.json", ".h5"]
+
+
+# The command line, which says what is put on the disk, and how many reports there are then.
 DISK = """
 import os, sys
 from pathlib import Path
-fsync, journal = os.fsync, Path(sys.argv[3] + ".unfinished/finished.jsonl")
+fsync, left = os.fsync, Path(sys.argv[3] + ".unfinished")
 def noted(handle):
-    lines = journal.read_text().splitlines() if journal.exists() else []
-    print("disk:", os.path.basename(os.readlink(f"/proc/self/fd/{handle}")), len(lines), file=sys.stderr)
+    name = os.path.basename(os.readlink(f"/proc/self/fd/{handle}")).split(".")[-1]
+    print("disk:", name, len([*left.glob("*.json")]), file=sys.stderr)
     fsync(handle)
 os.fsync = noted
 from mpiattn.cli import main
@@ -331,14 +374,15 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_what_the_journal_says_is_on_the_disk(tmp_path):
-    """The file and its place before the first problem counts; then results before each line, and each line."""
+def test_what_reports_say_is_on_the_disk(tmp_path):
+    """The results before each report, the report before its name, and the folder before the next problem."""
     source = write_problems(tmp_path / "in.h5", {"a": {"seqlen": 30}, "b": {"seqlen": 30}})
-    program = [sys.executable, "-c", DISK, "run", source, tmp_path / "out.h5", "--resume"]
+    (tmp_path / "out").mkdir()
+    program = [sys.executable, "-c", DISK, "run", source, tmp_path / "out/out.h5", "--resume"]
     said = [line.split()[1:] for line in mpirun(1, program).stderr.splitlines() if line.startswith("disk: ")]
-    begun = [["out.h5", "0"], ["finished.jsonl", "1"], ["out.h5.unfinished", "1"], [tmp_path.name, "1"]]
-    problems = [["out.h5", "1"], ["finished.jsonl", "2"], ["out.h5", "2"], ["finished.jsonl", "3"]]
-    assert said == [*begun, *problems, ["out.h5", "3"], [tmp_path.name, "3"]]
+    first = [["partial", "0"], ["draft", "0"], ["unfinished", "1"], ["unfinished", "1"], ["out", "1"]]
+    second = [["h5", "1"], ["draft", "1"], ["unfinished", "2"]]
+    assert said == [*first, *second, ["h5", "2"], ["out", "2"]]
 
 
 def test_out_behind_a_symbolic_link(tmp_path):

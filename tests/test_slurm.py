@@ -324,12 +324,12 @@ class Signals:
     """Slurm's signals for a job: the first once three problems are finished; a requeued job starts soon."""
 
     def __init__(self, cluster, folder, *scancel):
-        self.cluster, self.journal, self.scancel, self.states = cluster, folder / "finished.jsonl", scancel, []
+        self.cluster, self.left, self.scancel, self.states = cluster, folder, scancel, []
         self.since = None
 
     def __call__(self, number, state):
         self.states += [state] * (state not in self.states[-1:])
-        if self.scancel and self.journal.exists() and len(self.journal.read_text().splitlines()) > 3:
+        if self.scancel and len(list(self.left.glob("*.json"))) > 2:
             self.cluster.client("scancel", *self.scancel, number)
             self.scancel = ()
         # It would wait for two minutes.  Slurm takes the late end of its first script for that of the second, if that
@@ -373,7 +373,8 @@ def test_scancel(submit, cluster, tmp_path, resume):
     write_problems(tmp_path / "in.h5", MANY)
 
     def cancel(number, state):
-        begun = (tmp_path / "out.h5.unfinished/finished.jsonl").exists() or list(tmp_path.glob(".out.h5.*.partial"))
+        pattern = "out.h5.unfinished/*.json" if resume else ".out.h5.*.partial"
+        begun = list(tmp_path.glob(pattern))
         if begun and state == "RUNNING":
             cluster.client("scancel", number)
 

@@ -335,7 +335,7 @@ ranks() { exec sleep 9; }
 # Ranks that finish so many problems, the second of a folder, and end with a code; Slurm does not end the script.
 ENDING = r"""
 ranks() {
-    for ((i = 0; i < FINISH; i++)); do echo '{"problem": "b"}' >> out.h5.unfinished/finished.jsonl; done
+    for ((i = 0; i < FINISH; i++)); do touch out.h5.unfinished/0123abcd.$i.json; done
     return "$CODE"
 }
 sleep() { echo "sleep $*"; }
@@ -346,7 +346,7 @@ sleep() { echo "sleep $*"; }
 def resumed(tmp_path):
     """resumed(stubs, **variables): code and output of run.sbatch with --resume, beside what an earlier job has left."""
     (tmp_path / "out.h5.unfinished").mkdir()
-    (tmp_path / "out.h5.unfinished/finished.jsonl").write_text('{"made_by": {}}\n{"problem": "a"}\n')
+    (tmp_path / "out.h5.unfinished/0123abcd.9.json").touch()
 
     def resumed(stubs, **variables):
         (tmp_path / "launch.sh").write_text(LAUNCH + stubs)

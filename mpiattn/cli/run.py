@@ -42,7 +42,7 @@ from ..files.input import Input
 from ..files.output import Contents, Output
 from ..files.problems import read_problems
 from ..files.trace_file import write as write_trace
-from ..files.unfinished import MADE_BY, Unfinished
+from ..files.unfinished import MADE_BY, Unfinished, note_unused
 from ..system import memory_limits, partial_files
 from ..system.atomic_file import JSON, check_target
 from . import biases, opening, run_problem
@@ -115,6 +115,8 @@ def _run(job, args):
     origin, kept = opening.origin(peers, args.words), None
     if args.resume:
         kept = Unfinished(peers, args.output, source, made_by(tasks, args), len(tasks))
+    elif not peers.rank:
+        note_unused(args.output)
     if kept and kept.whole:
         source.close()
         text = f"mpiattn run: {args.output} is whole, made by the same command; nothing is left to do"
@@ -165,8 +167,7 @@ def _left(tasks, kept):
 def _ended(peers, request):
     """Say on rank 0 that a signal has ended the run; returns the exit code."""
     if not peers.rank:
-        stays = partial_files.kept()
-        text = f"mpiattn run: ended by SIGUSR1, OUT was not written{stays and f'; {stays}'}"
+        text = f"mpiattn run: ended by SIGUSR1, OUT was not written{partial_files.kept()}"
         print(text, file=sys.stderr, flush=True)
     return request.code
 
@@ -222,10 +223,7 @@ def _output(peers, args, tasks, origin, kept):
         contents[task.group] = run_problem.contents(task, args, of_file | task.chosen)
     with agreement(peers):
         run_problem.check_places(contents)
-    output = Output(peers, args.output, contents, (args.input,), args.max_message, unfinished=kept)
-    if kept and not kept.begun:
-        kept.begin()
-    return output
+    return Output(peers, args.output, contents, (args.input,), args.max_message, unfinished=kept)
 
 
 @contextlib.contextmanager

@@ -34,6 +34,18 @@ def absent(launcher, starting):
     return f"on this host {', '.join(said[rank] for rank in sorted(said))}" if said else ""
 
 
+def all_there(launcher):
+    """Whether every rank of this launch is on this host and its process, or its witness, has not ended.
+
+    False too where that is not known, as where a script stands between launcher and rank.
+    """
+    children = [pid for pid, parent in _parents().items() if parent == launcher]
+    with contextlib.suppress(OSError, IndexError):
+        living = sum(_status(pid)[0] != "Z" for pid in children)
+        return launched()[0] == local_ranks() == living
+    return False
+
+
 def _parents():
     """The parent of every process of this host."""
     parents = {}

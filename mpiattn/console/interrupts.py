@@ -1,49 +1,80 @@
-"""Handlers of SIGINT (Ctrl-C), SIGTERM, SIGHUP and SIGUSR1: remove unfinished files, print one message, end the job.
+"""What SIGINT (Ctrl-C), SIGTERM, SIGHUP and SIGUSR1 do: remove unfinished files, print one message, end the job.
 
 Python raises KeyboardInterrupt wherever the program happens to be.  Inside a weak-reference callback, of which h5py has
 many, the exception is dropped and the program goes on.  So the handler cleans up itself and ends the process at once.
+
+A rank that ended before MPI runs would leave the others waiting in MPI's start.  So until then a rank only notes that a
+signal has come.
 """
 
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 
-from ..system import partial_files
-from . import witness
-from .message import PARTING, speak, write_story
+from ..system import output_lock, partial_files
+from . import signals, witness
+from .absent import all_there
+from .message import PARTING, forwards, speak, speak_past, write_story
 
-NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 ECHO = 3.0  # seconds after which a launcher has killed all ranks that it sent SIGTERM after a failure
 
+_world = None  # MPI.COMM_WORLD, once MPI runs
 
-def handled(command, makes, speaks):
+
+@contextlib.contextmanager
+def handled(command, makes, speaks, waits):
     """A context that handles the signals while a command ("run", ...) works; ignored ones, as under nohup, stay so.
 
-    makes: the argument that names the command's output file, or None.  speaks: whether this process prints the message
-    while MPI does not run.  The exit code is 128 plus the signal's number: 130 for Ctrl-C.
+    makes: the argument that names the command's output file, or None.  speaks: whether this is rank 0, or has no ranks
+    beside it.  waits: whether this is a rank of a launch, where signals wait until MPI runs.
+    The exit code is 128 plus the signal's number: 130 for Ctrl-C.
     """
 
     def handler(number, frame):
-        for other in NUMBERS:  # Ctrl-C may arrive twice, from the terminal and from the witness
-            signal.signal(other, signal.SIG_IGN)
-        silent = partial_files.gone()  # another rank has removed the file and prints the message
-        unwritten = partial_files.discard_all() | ({makes} if makes else set()) - partial_files.published()
-        how = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+        if waits and _world is None:
+            signals.note(number, frame)
+            return
+        signals.handle(signal.SIG_IGN)  # Ctrl-C may arrive twice, from the terminal and from the witness
+        unwritten = partial_files.unfinished() | ({makes} if makes else set()) - partial_files.published()
         lost = f", {' and '.join(sorted(unwritten))} was not written" if unwritten else ""
-        lost += f"; {partial_files.kept()}" if partial_files.kept() else ""
-        story = f"mpiattn{command and f' {command}'}: {how}{lost}\n"
-        mpi = sys.modules.get("mpi4py.MPI")
-        if mpi and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1:
-            _end_job(mpi.COMM_WORLD, story, number, silent)
+        name = f"mpiattn {command}".strip()
+        story = f"{name}: {signals.in_words(number)}{lost}{partial_files.kept()}\n"
+        if speaks:
+            partial_files.discard_all()
+        if waits:
+            _tell(_world, story, number)
         elif speaks:
             with contextlib.suppress(OSError):
                 write_story(story)
+        # last: until the job ends, rank 0 goes on, and would fail for another reason without its files
+        partial_files.discard_all()
+        output_lock.remove_all()
+        if waits:
+            _world.Abort(128 + number)
         os._exit(128 + number)
 
-    return _with(handler)
+    before = signals.handle(handler)
+    if not waits:
+        _act()
+    try:
+        yield
+    finally:
+        signals.restore(before)
+
+
+def mpi_runs(world):
+    """Act upon signals from now on, and upon those that have come; world: MPI.COMM_WORLD."""
+    global _world
+    _world = world
+    signals.set_again()
+    _act()
+
+
+def _act():
+    if signals.came:
+        signal.raise_signal(signals.came.pop(0))
 
 
 class EndRequest:
@@ -74,37 +105,12 @@ class EndRequest:
         return self._heeded and bool(peers.largest([self._came])[0])
 
 
-def plain():
-    """A context with the default handlers, for a long call into C, which would not run Python's handlers.
-
-    Use it only while there are no files to clean up.
-    """
-    return _with(signal.SIG_DFL)
-
-
-@contextlib.contextmanager
-def _with(handler):
-    """Set the handler of the signals that are not ignored during the body."""
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in NUMBERS}
-    for number, kept in before.items():
-        if kept is not signal.SIG_IGN:
-            signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number, kept in before.items():
-            signal.signal(number, kept)
-
-
-def _end_job(comm, story, number, silent):
-    """End all ranks; print why unless another rank does."""
-    if silent:
-        time.sleep(PARTING)
-    else:
-        if number == signal.SIGTERM:
+def _tell(world, story, number):
+    """Print why the job ends, unless another rank does."""
+    launcher = witness.launcher or os.getppid()
+    if forwards(number):
+        if number == signal.SIGTERM and not all_there(launcher):
             time.sleep(ECHO)  # Open MPI sends SIGTERM after a rank has failed and printed its message
-        speak(story, comm.rank, witness.launcher or os.getppid())
-    comm.Abort(128 + number)
+        speak(story, world.rank, launcher)
+    elif not speak_past(story, launcher):
+        time.sleep(PARTING)

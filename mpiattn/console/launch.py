@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import socket
 import sys
 import time
@@ -9,9 +10,9 @@ import traceback
 
 from ..comm.agreement import agreement
 from ..errors import ArgumentError, MpiattnError, PeerFailure
-from ..system import partial_files
+from ..system import output_lock, partial_files
 from ..system.launch_variables import launch_rank
-from . import witness
+from . import signals, witness
 from .message import AFTER, PARTING, SILENT, as_typed, speak
 from .startup import finish, start
 
@@ -82,21 +83,23 @@ def on_all_ranks(work, timeout=None, alone=False):
         finish(timeout)
         return code
     except BaseException as error:
+        signals.handle(signal.SIG_IGN)  # one reason is enough
         wrong_timeout = job is None and isinstance(error, ArgumentError)  # the same on every rank
         if isinstance(error, MpiattnError) and (error.everywhere or wrong_timeout or comm.size == 1):
             if comm.rank == 0:
-                print(f"mpiattn: {as_typed(error)}", file=sys.stderr, flush=True)
+                print(f"mpiattn: {as_typed(error)}{partial_files.kept()}", file=sys.stderr, flush=True)
             _part(comm)
             finish(None if wrong_timeout else timeout)
             return 1
         if comm.size == 1:
             raise
-        partial_files.discard_all()
         if isinstance(error, PeerFailure) and error.relayed:
             time.sleep(AFTER)
         parent = witness.launcher or os.getppid()  # the same for all ranks of a host
         speak(_story(comm, job.phase if job else "start", error), comm.rank, parent)
         witness.end()
+        partial_files.discard_all()  # last: until the job ends, rank 0 may need its files
+        output_lock.remove_all()
         comm.Abort(1)
 
 
@@ -122,10 +125,10 @@ def _story(comm, phase, error):
     from ..comm.mpi_errors import in_words
 
     if isinstance(error, PeerFailure):
-        return f"mpiattn: {error}; phase: {phase}\n"
+        return f"mpiattn: {error}; phase: {phase}{partial_files.kept()}\n"
     where = getattr(error, "where", "") or f"in phase {phase}"
     story = f"mpiattn: rank {comm.rank} of {comm.size} on {socket.gethostname()} failed {where}: "
     if isinstance(error, MpiattnError):
-        return f"{story}{as_typed(error)}\n"
+        return f"{story}{as_typed(error)}{partial_files.kept()}\n"
     trace = "".join(traceback.format_exception(error))
-    return f"{story}{in_words(error)}\n{trace}"
+    return f"{story}{in_words(error)}{partial_files.kept()}\n{trace}"

@@ -44,11 +44,12 @@ def start(timeout):
 
     if not MPI.Is_initialized():
         seconds = _seconds(timeout)
-        with witness.limit(OVERDUE.format(seconds), seconds), interrupts.plain():
+        with witness.limit(OVERDUE.format(seconds), seconds):
             if rc.threads:
                 MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))
             else:
                 MPI.Init()
+    interrupts.mpi_runs(MPI.COMM_WORLD)
     return MPI.COMM_WORLD
 
 

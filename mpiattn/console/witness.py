@@ -19,9 +19,11 @@ import time
 
 from ..system.words import size
 from .absent import absent
-from .message import ESCAPED, FLUSH, claim, speak, write_story
+from .message import ESCAPED, FLUSH, claim, forwards, speak, speak_past, write_story
+from .signals import in_words
 
 NOTE_BYTES, LIMIT_BYTES = 1024, 8  # of the text, and of the time at which the rank will be ended
+HASTE = 0.1  # seconds that the rank has to print why it ends, where the launcher kills it 0.25 s after a signal
 LOOK, EARLY = 0.5, 1.0  # seconds between two looks at that time, and before it, when no rank has given up yet
 PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent ends
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
@@ -46,9 +48,11 @@ def watch(rank):
     if _note is not None or not sys.platform.startswith("linux") or "mpi4py.MPI" in sys.modules:
         return
     above, note = os.getppid(), mmap.mmap(-1, NOTE_BYTES + LIMIT_BYTES)
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until the witness forwards them
     pid = os.fork()
     if pid:
         _wait(pid, note, rank)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     _note, launcher = note, above
     tell(f"rank {rank} on {socket.gethostname()}", "starting")
@@ -105,10 +109,18 @@ def _wait(pid, note, rank):
         asked.append(number)
         with contextlib.suppress(ProcessLookupError):  # the rank has just ended
             os.kill(pid, number)
+        if not forwards(number):
+            signal.setitimer(signal.ITIMER_REAL, HASTE)
 
     missing = []
 
     def look(number, frame):
+        unsaid = [number for number in asked if not forwards(number)]
+        if unsaid:  # and the rank still runs: it is in the middle of a long call
+            who, doing = _read(note)
+            where = doing.partition(",")[0]
+            speak_past(f"mpiattn: {in_words(unsaid[0])}; {who} was at: {where}\n", os.getppid())
+            return
         (until,) = struct.unpack("d", note[NOTE_BYTES:])
         if until and time.monotonic() > until - EARLY:
             missing.append(absent(os.getppid(), True))
@@ -119,6 +131,7 @@ def _wait(pid, note, rank):
         signal.signal(number, forward)
     signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, LOOK, LOOK)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     _, status = os.waitpid(pid, 0)
     signal.setitimer(signal.ITIMER_REAL, 0)
     who, doing = _read(note)

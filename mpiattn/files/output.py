@@ -17,7 +17,7 @@ from ..comm.agreement import agreement
 from ..comm.exchange import MAX_MESSAGE
 from ..comm.redistribute import Redistribution, all_on
 from ..problem.layout import Layout
-from ..system import partial_files
+from ..system import output_lock, partial_files
 from ..system.atomic_file import HDF5, NewFile, sync
 from . import access, grids, hdf5, pairs
 from .hdf5 import create_datasets, file_errors, natural, reserve
@@ -101,37 +101,42 @@ class Output:
 
     def __init__(self, peers, path, contents, inputs=(), max_message=MAX_MESSAGE, argument="OUT", unfinished=None):
         self.peers, self.path, self.max_message, self.argument = peers, path, max_message, argument
-        self.new = self.file = self.partial = self._staged = None
+        self.new = self.file = self.partial = self._lock = self._staged = None
         self._contents, self._group, self._unfinished = contents, "", unfinished
+        begun = unfinished is not None and unfinished.begun
         try:
             with agreement(peers, only=0), self._errors():
                 if peers.rank == 0:
-                    self.new = unfinished.file if unfinished else NewFile(argument, path, inputs, HDF5, locked=True)
-                    if unfinished and unfinished.begun:
-                        self.new.check(
-                            {
-                                _join(path, name): of
-                                for path, each in contents.items()
-                                for name, of in each.stored().items()
-                            }
-                        )
-                    else:
-                        self._create()
-            self.partial, lock = peers.allgather(self.new and (self.new.partial, self.new.lock))[0]
-            if not unfinished:
-                partial_files.share(argument, self.partial, lock)
+                    self._begin(inputs, begun)
+            path, self._lock = peers.allgather(self.new and (self.new.partial, self.new.lock.path))[0]
+            if not begun:
+                self.partial = path
+                partial_files.share(argument, path)
+            output_lock.share(self._lock)
             with agreement(peers), self._errors():
                 if access.parallel() or peers.rank == 0:
-                    self.file = access.open_file(self.partial, "r+", peers.comm)
+                    self.file = access.open_file(path, "r+", peers.comm)
             self._places = peers.allgather(self.file and self._found())[0]
             if access.on_one_host(peers):
-                self._staged = staged(peers, self.partial, self._errors)
+                self._staged = staged(peers, path, self._errors)
         except BaseException:
             self.abandon()
             raise
 
     def _errors(self):
         return file_errors(self.argument, self.path, "written")
+
+    def _begin(self, inputs, begun):
+        """Make the file on rank 0, or take up that of an earlier run."""
+        if self._unfinished:
+            self.new = self._unfinished.file
+        else:
+            self.new = NewFile(self.argument, self.path, inputs, HDF5, locked=True)
+        if begun:
+            stored = {path: contents.stored() for path, contents in self._contents.items()}
+            self.new.check({_join(path, name): of for path, each in stored.items() for name, of in each.items()})
+        else:
+            self._create()
 
     def _create(self):
         with hdf5.writing(self.new.partial, create=True) as file:
@@ -244,14 +249,16 @@ class Output:
         with agreement(self.peers, only=0), self._errors():
             if self.new:
                 self.new.publish()
-        if self._unfinished or not self.new:
-            partial_files.settle(self.argument, self.partial)
+                self.new.discard()
+        partial_files.settle(self.argument, self.partial)
+        output_lock.settle(self._lock)
         self.partial = None
 
     def abandon(self):
         """Remove the partial, unless it is kept for a later run; does nothing after `commit`.
 
-        Every rank tries to remove it, since rank 0 may be the rank that failed.
+        Every rank tries to remove it, since rank 0 may be the rank that failed.  The lock is rank 0's.  So is a partial
+        that may be kept: rank 0 may be about to move it.
         """
         with contextlib.suppress(OSError):
             self._close_staged()

@@ -1,26 +1,35 @@
 """Results of a run of many problems that stay when it ends early, so that a later run goes on with them.
 
-They are in a folder beside OUT, OUT.unfinished.  It holds the file as it will be, in which all datasets have their
-place from the start, and a journal.  The first line of the journal says by what the results were made; every later one
-stands for a problem whose results are on the disk.  A run that is killed, wherever that is, loses the problem at hand
-alone: a line that is cut short does not count.
+Until a problem is finished, OUT is a partial like any other, and goes with the run.  Then it moves into a folder beside
+OUT, OUT.unfinished, which holds
+
+    RUN.h5        the file as it will be: all datasets have their place, and an attribute says what made them
+    RUN.0.json    path and report of the problem that was finished first
+    RUN.1.json    of the next one, and so on
+
+A report gets its name once it is whole and the problem's results are on the disk.  RUN is unique: a report whose RUN.h5
+is missing belongs to another run and does not count.  A run that is killed, at whatever moment, loses the problem at
+hand alone.
 """
 
 import contextlib
 import json
 import os
+import re
+import secrets
 
 import h5py
 
 from ..comm.agreement import from_rank_0
 from ..errors import FileError
 from ..system import partial_files
-from ..system.atomic_file import HDF5, check_target, mode_of, sync
+from ..system.atomic_file import HDF5, NewFile, sync
+from ..system.logs import note_file
 from ..system.os_errors import reason
-from ..system.output_lock import OutputLock
 from .hdf5 import dtype_of, file_errors
 
 MADE_BY = "made_by"  # attribute of OUT: what its results were made by
+OURS = re.compile(r"([0-9a-f]{8})\.(h5|\d+\.json|draft)")  # names of files in the folder
 
 
 class Unfinished:
@@ -28,8 +37,8 @@ class Unfinished:
 
     path: of OUT.  source: the `Input`, which must not have changed since.  made_by: what else results depend on, {name:
     text}; an earlier run must have had the same.  problems: how many there are.
-    finished: the paths of those that are.  reports: of these on rank 0, by path.  begun: whether the datasets have
-    their place.  whole: whether OUT itself is there, and was made by the same.  made_by: as text, for the attribute
+    finished: the paths of those that are.  reports: of these on rank 0, by path.  begun: whether the file of an earlier
+    run is taken up.  whole: whether OUT itself is there, and was made by the same.  made_by: as text, for the attribute
     MADE_BY of OUT.  file: on rank 0, what `Output` writes to; None where OUT is whole.
     Raises FileError on every rank where results of an earlier run were made by something else.
     """
@@ -42,23 +51,23 @@ class Unfinished:
 
         def look():
             file = _File(path, source.path, made_by)
-            self.file, self.reports = None if file.whole else file, file.reports
-            return set(file.reports), file.begun, file.whole, file.lock, file.folder
+            self.file, self.reports = file, file.reports
+            if file.whole:
+                file.discard()
+                self.file = None
+            return set(file.reports), file.whole, file.folder
 
-        self.finished, self.begun, self.whole, self._lock, self._folder = from_rank_0(peers, look)
-        if not self.whole:
+        self.finished, self.whole, self._folder = from_rank_0(peers, look)
+        self.begun = bool(self.finished)
+        if self.begun:
             self._note()
 
     def _note(self):
         count, rest = len(self.finished), "goes on with the others"
         if count == self._problems:
             rest = "makes OUT of them"
-        text = f"{count} of {self._problems} problems are in {self._folder}, and the same command with --resume {rest}"
-        partial_files.keep("OUT", text if count else "", self._lock)
-
-    def begin(self):
-        """Begin the journal of a new file, whose datasets have their place now; collective."""
-        from_rank_0(self._peers, lambda: self.file.begin())
+        text = f"{count} of {self._problems} problems are in {self._folder}"
+        partial_files.keep("OUT", f"{text}, and the same command with --resume {rest}")
 
     def add(self, problem, report):
         """Note that a problem is finished: its results must be on the disk; collective.
@@ -74,64 +83,93 @@ class Unfinished:
                     f"{now} now; OUT does not mix results of both"
                 )
             self.file.add(problem, report)
+            self._finish(problem)
 
         from_rank_0(self._peers, note)
+        self._finish(problem)
+
+    def _finish(self, problem):
         self.finished.add(problem)
         self._note()
 
     def discard(self):
-        """Remove what this run has begun and nobody can go on with, and release OUT; collective or not."""
+        """Remove what nobody can go on with, and release OUT; collective or not."""
         if self.file:
             self.file.discard()
 
 
-class _File:
-    """The folder, on rank 0; to `Output` it is what a `NewFile` is."""
+class _File(NewFile):
+    """OUT on rank 0: a partial, or once a problem is finished, a file of the folder.
+
+    reports: of the problems that are finished, by path.  whole: whether OUT is there, made by the same.
+    """
 
     def __init__(self, path, source, made_by):
-        self._path, self._made_by, self._published = path, made_by, False
-        self.target = check_target("OUT", path, (source,), HDF5)
-        self.folder = f"{self.target}.unfinished"
-        self.partial, self._journal = (os.path.join(self.folder, name) for name in ("out.h5", "finished.jsonl"))
-        self.lock = OutputLock.of(self.target)
-        with file_errors("OUT", path, "written"):
-            refusal = self.lock.take("OUT")
-        if refusal:
-            raise FileError(f"OUT is {str(path)!r}; {refusal}")
+        super().__init__("OUT", path, (source,), HDF5, locked=True)
+        self.folder, self.reports, self.whole = f"{self.target}.unfinished", {}, False
+        self._run = secrets.token_hex(4)
         try:
-            self._look()
+            self._look(made_by)
         except BaseException:
-            self.lock.release()
+            super().discard()
             raise
-        if self.whole:
-            self.lock.release()
 
-    def _look(self):
-        """Find out what there is, and make the folder."""
+    def _look(self, made_by):
+        """Take up what an earlier run has finished, or find out that there is nothing to do."""
         with self._errors("read"):
-            header, *lines = self._lines() or [None]
-            earlier = {} if header is None else dict(header[MADE_BY])
-            self.reports = {line["problem"]: line["report"] for line in lines}
-        if self.reports:
-            self._compare(earlier)
-        self.begun = header is not None and earlier == self._made_by
-        self.whole = not self.begun and self._is_whole()
-        if self.whole:
-            self._try_to_remove()  # that of a run that was killed at its very end
-        elif not self.begun:
-            with self._errors("written"):
-                self._remove()  # that of a run that has finished nothing
-                os.mkdir(self.folder, 0o700)  # until OUT has its name only the owner has access
+            run, reports = self._left()
+            earlier = self._made_by(self._path_of(run, "h5")) if reports else made_by
+        differing = [name for name in {**earlier, **made_by} if earlier.get(name) != made_by.get(name)]
+        if differing:
+            name = differing[0]
+            raise FileError(
+                f"--resume is given, and {self.folder!r} holds results of a run with another {name}: "
+                f"{_short(earlier.get(name))} then, {_short(made_by.get(name))} now; run it as then, or remove "
+                "that folder to begin anew"
+            )
+        if reports:
+            partial_files.discard(self.partial)
+            self._run, self.reports, self.partial = run, reports, self._path_of(run, "h5")
+            return
+        with self._errors("written"):
+            self._remove()  # what a run has left that was killed as it began the folder, or at its very end
+        with contextlib.suppress(OSError, KeyError, ValueError, TypeError):
+            self.whole = self._made_by(self.target) == made_by
+
+    def _path_of(self, run, end):
+        return os.path.join(self.folder, f"{run}.{end}")
+
+    def _names(self):
+        try:
+            return sorted(os.listdir(self.folder))
+        except FileNotFoundError:
+            return []
+
+    def _left(self):
+        """The run of whose problems some are finished, and their reports, by path; (None, {}) without one."""
+        matches = [match for match in (OURS.fullmatch(name) for name in self._names()) if match]
+        for run in [match[1] for match in matches if match[2] == "h5"]:
+            reports = {}
+            for match in matches:
+                if match[1] == run and match[2].endswith("json"):
+                    with open(os.path.join(self.folder, match[0])) as file:
+                        report = json.load(file)
+                    reports[report["problem"]] = report["report"]
+            if reports:
+                return run, reports
+        return None, {}
+
+    def _made_by(self, path):
+        with h5py.File(path, "r") as file:
+            return dict(json.loads(file.attrs[MADE_BY]))
 
     def _remove(self):
-        """Remove the folder with what such a run leaves there; OSError if there is anything else."""
-        for path, remove in ((self._journal, os.unlink), (self.partial, os.unlink), (self.folder, os.rmdir)):
-            with contextlib.suppress(FileNotFoundError):
-                remove(path)
-
-    def _try_to_remove(self):
-        with contextlib.suppress(OSError):
-            self._remove()
+        """Remove the folder with what runs leave there; OSError if there is anything else."""
+        for name in self._names():
+            if OURS.fullmatch(name):
+                os.unlink(os.path.join(self.folder, name))
+        with contextlib.suppress(FileNotFoundError):
+            os.rmdir(self.folder)
 
     @contextlib.contextmanager
     def _errors(self, doing):
@@ -140,51 +178,9 @@ class _File:
         except (OSError, ValueError, KeyError, TypeError) as error:
             other = "it does not hold what such a run leaves"
             raise FileError(
-                f"OUT is {str(self._path)!r}; {self.folder!r} cannot be {doing}: "
+                f"OUT is {str(self.path)!r}; {self.folder!r} cannot be {doing}: "
                 f"{reason(error) if isinstance(error, OSError) else other}; to begin anew remove it"
             ) from error
-
-    def _lines(self):
-        """What the journal holds, up to the first line that is not whole; nothing without the file of results."""
-        try:
-            with open(self._journal, "rb") as file:
-                data = file.read()
-            os.stat(self.partial)  # any other error means that nobody knows, and nothing may be removed
-        except FileNotFoundError:
-            return []
-        lines, kept = [], 0
-        for line in data.splitlines(keepends=True):
-            try:
-                lines.append(json.loads(line))
-            except ValueError:
-                break
-            if not line.endswith(b"\n"):
-                lines.pop()
-                break
-            kept += len(line)
-        if data and not lines and data.endswith(b"\n"):
-            raise ValueError("no journal")
-        if kept < len(data):
-            os.truncate(self._journal, kept)
-        return lines
-
-    def _is_whole(self):
-        """Whether OUT is there and was made by the same."""
-        if not os.path.isfile(self.target):
-            return False
-        with contextlib.suppress(OSError, ValueError, TypeError), h5py.File(self.target, "r") as file:
-            return json.loads(file.attrs.get(MADE_BY, "null")) == self._made_by
-        return False
-
-    def _compare(self, earlier):
-        names = [name for name in {**earlier, **self._made_by} if earlier.get(name) != self._made_by.get(name)]
-        if names:
-            name = names[0]
-            raise FileError(
-                f"--resume is given, and {self.folder!r} holds results of a run with another {name}: "
-                f"{_short(earlier.get(name))} then, {_short(self._made_by.get(name))} now; run it as then, or remove "
-                "that folder to begin anew"
-            )
 
     def check(self, datasets):
         """Raise FileError unless the file has these datasets, {path: (shape, dtype)}."""
@@ -194,51 +190,57 @@ class _File:
                 if (data.shape, dtype_of(data)) != (tuple(shape), dtype.name):
                     raise ValueError
 
-    def begin(self):
-        """Begin the journal, of a file whose datasets have their place."""
-        with file_errors("OUT", self._path, "written"):
-            sync(self.partial)
-            self._append({MADE_BY: self._made_by})
-            for folder in (self.folder, os.path.dirname(self.folder)):
-                sync(folder)
-
     def add(self, problem, report):
-        """Add a problem to the journal."""
-        with file_errors("OUT", self._path, "written"):
-            self._append({"problem": problem, "report": report})
+        """Keep the results of a problem."""
+        with file_errors("OUT", self.path, "written"):
+            if not self.reports:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(self.folder, 0o700)  # until OUT has its name only the owner has access
+            self._write_report(problem, report)
+            if not self.reports:
+                self._move()
+        self.reports[problem] = report
 
-    def _append(self, line):
-        """Add a line, on the disk, or nothing."""
-        handle = os.open(self._journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        before, left = os.fstat(handle).st_size, json.dumps(line).encode() + b"\n"
-        try:
-            while left:
-                left = left[os.write(handle, left) :]
-            os.fsync(handle)
-        except OSError:
-            os.ftruncate(handle, before)
-            raise
-        finally:
-            os.close(handle)
+    def _write_report(self, problem, report):
+        draft = self._path_of(self._run, "draft")
+        with open(draft, "w") as file:
+            json.dump({"problem": problem, "report": report}, file)
+        sync(draft)
+        if self.reports and not os.path.exists(self.partial):
+            raise FileNotFoundError(f"{self.partial!r} is no longer there: another job has removed it")
+        os.replace(draft, self._path_of(self._run, f"{len(self.reports)}.json"))
+        sync(self.folder)
+
+    def _move(self):
+        """Move the file into the folder, from which on it is kept."""
+        partial, self.partial = self.partial, self._path_of(self._run, "h5")
+        os.replace(partial, self.partial)
+        partial_files.discard(partial)  # which is not there any more
+        sync(self.folder)
+        sync(os.path.dirname(self.folder))
 
     def publish(self):
         """Give the file its name, and remove the folder."""
-        sync(self.partial, mode_of(self.target))
-        os.replace(self.partial, self.target)
-        self._published = True
+        super().publish()
         with contextlib.suppress(OSError):
-            sync(os.path.dirname(self.target))  # else a crash may undo the renaming alone, and not what follows
-        self._try_to_remove()
-        self.lock.release()
+            sync(os.path.dirname(self.target))  # else a crash may undo the renaming, and not what follows
+            self._remove()
 
     def discard(self):
-        """Remove the folder if no problem is finished, and release OUT; does nothing after `publish`."""
-        if self._published:
-            return
-        with contextlib.suppress(OSError, FileError):
-            if not any("problem" in line for line in self._lines()):
-                self._remove()
-        self.lock.release()
+        """Remove the partial, or leave it in the folder, and release OUT; does nothing after `publish`."""
+        if self.reports:
+            self.partial = None  # it stays
+        elif self.partial is not None:
+            with contextlib.suppress(OSError):
+                self._remove()  # of which `add` has made no more than a draft
+        super().discard()
+
+
+def note_unused(path):
+    """Say that an earlier run with --resume has left results, of which a run without it takes no notice."""
+    folder = f"{os.path.realpath(path)}.unfinished"
+    if os.path.isdir(folder):
+        note_file("mpiattn: %r holds results of a run with --resume, which this run leaves there unused", folder)
 
 
 def _short(value):

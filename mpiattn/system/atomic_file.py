@@ -15,11 +15,11 @@ class NewFile:
 
     signature: bytes with which an existing file must begin to be replaced; an empty one may always be.
     locked: whether this process must be the only one that writes the file.
-    Write to `partial`, a new and unique name, until `publish`; as a context, it is published if the body succeeds, and
-    discarded if not.  Symbolic links are followed: the file they point to is
-    replaced, not the link.  The new file keeps the permissions of the replaced one.  Partials of the same file that
-    killed jobs have left are removed.  Raises FileError, naming the argument `name`, where no regular file can be made,
-    where it must not be written, where it would replace one of `inputs`, or where another job has its lock.
+    Write to `partial`, a new and unique name, until `publish`, then `discard`; as a context, it is published only if
+    the body succeeds.  Symbolic links are followed: the file they point to is replaced, not the link.  The new file
+    keeps the permissions of the replaced one.  Partials of the same file that killed jobs have left are removed.
+    Raises FileError, naming the argument `name`, where no regular file can be made, where it must not be written, where
+    it would replace one of `inputs`, or where another job has its lock.
     """
 
     def __init__(self, name, path, inputs=(), signature=b"", locked=False):
@@ -27,15 +27,15 @@ class NewFile:
         self.target = check_target(name, path, inputs, signature)
         folder, base = os.path.split(self.target)
         partial_files.remove_stale(folder, base)
-        self.lock, self.partial = OutputLock.of(self.target) if locked else None, None
+        self.lock, self.partial = OutputLock(self.target), None
         try:
-            self.partial = partial_files.create(name, folder, base, self.lock)
-            refusal = self.lock and self.lock.take(name)
+            refusal = self.lock.take() if locked else None
+            if not refusal:
+                self.partial = partial_files.create(name, folder, base)
         except OSError as error:
             self.discard()
             raise FileError(f"{name} is {str(path)!r}; it cannot be written: {reason(error)}") from error
         if refusal:
-            self.discard()
             raise FileError(f"{name} is {str(path)!r}; {refusal}")
 
     def __enter__(self):
@@ -55,15 +55,16 @@ class NewFile:
     def publish(self):
         """Flush the file to disk and give it its name."""
         sync(self.partial, mode_of(self.target))  # until now only the owner had access
-        partial_files.publish(self.partial, self.target)
+        partial_files.publish(self.name, self.partial, self.target)
         self.partial = None
 
     def discard(self):
-        """Remove the partial; does nothing after `publish`."""
+        """Remove the partial, unless it is published, and release the lock."""
         if self.partial is not None:
             with contextlib.suppress(OSError):
                 partial_files.discard(self.partial)
         self.partial = None
+        self.lock.release()
 
 
 def sync(path, mode=None):

@@ -9,7 +9,6 @@ import contextlib
 import os
 import re
 import tempfile
-from typing import Any
 
 from . import processes
 from .logs import note_file
@@ -18,67 +17,55 @@ from .processes import Process
 BASE_BYTES = 180  # of the file's name that its partial's name keeps: names have at most 255 bytes
 
 _unfinished: dict[str, str] = {}  # partial -> argument, for unfinished files that this process takes part in
-_locks: dict[str, Any] = {}  # partial -> `OutputLock` of the finished file, if it has one
 _published: set[str] = set()  # arguments whose files are finished
-_kept: dict[str, tuple[str, Any]] = {}  # argument -> what of its file stays, in words, and its `OutputLock`
+_kept: dict[str, str] = {}  # argument -> what of its unfinished file stays for a later run, in words
 
 
 def _prefix(base):
     return f".{base.encode()[:BASE_BYTES].decode(errors='ignore')}."
 
 
-def create(argument, folder, base, lock=None):
+def create(argument, folder, base):
     """Make a new, empty file with a unique name, which will be named `base` later; returns its path.
 
-    argument: the name of the file in errors and messages.  lock: as of `share`.  Raises OSError.
+    argument: the name of the file in errors and messages.  Raises OSError.
     """
     maker = processes.this()
     record = f"{maker.machine}-{maker.number:x}-{maker.started:x}." if maker.machine else ""
     handle, partial = tempfile.mkstemp(prefix=_prefix(base) + record, suffix=".partial", dir=folder)
     os.close(handle)
-    share(argument, partial, lock)
+    share(argument, partial)
     return partial
 
 
-def share(argument, partial, lock=None):
-    """Register a partial that another rank made, so that this process removes it too if it must end.
-
-    lock: an `OutputLock` that is released with it, by whichever process is the first.
-    """
+def share(argument, partial):
+    """Register a partial that another rank made, so that this process removes it too if it must end."""
     _unfinished[partial] = argument
-    if lock is not None:
-        _locks[partial] = lock
     _published.discard(argument)
     _kept.pop(argument, None)
 
 
-def publish(partial, target):
+def publish(argument, partial, target):
     """Rename a finished partial to its final name."""
     os.replace(partial, target)
-    _published.add(_unfinished.pop(partial))
-    _release(partial)
+    settle(argument, partial)
 
 
 def settle(argument, partial):
-    """Note that the file is published, by another rank or from a folder in which it was kept."""
+    """Note that the file is published."""
     _unfinished.pop(partial, None)
-    _locks.pop(partial, None)
     _kept.pop(argument, None)
     _published.add(argument)
 
 
-def keep(argument, text, lock=None):
-    """Note what of an unfinished file stays for a later run if this process must end, in words; "" for nothing.
-
-    lock: an `OutputLock` to release then, by whichever process is the first.
-    """
-    _kept[argument] = text, lock
-    _published.discard(argument)
+def keep(argument, text):
+    """Note what of an unfinished file stays for a later run if this process must end, in words."""
+    _kept[argument] = text
 
 
 def kept():
-    """What of unfinished files stays, in words; "" if nothing does."""
-    return "; ".join(text for text, _ in _kept.values() if text)
+    """What of unfinished files stays, in words, to follow the reason why a process ends; "" if nothing does."""
+    return "".join(f"; {text}" for text in _kept.values())
 
 
 def discard(partial):
@@ -86,30 +73,18 @@ def discard(partial):
     with contextlib.suppress(FileNotFoundError):
         os.unlink(partial)
     _unfinished.pop(partial, None)
-    _release(partial)
-
-
-def _release(partial):
-    lock = _locks.pop(partial, None)
-    if lock is not None:
-        lock.release()
-
-
-def gone():
-    """Whether another rank has removed a partial that this process takes part in: then the job is ending."""
-    return any(not os.path.exists(partial) for partial in _unfinished)
 
 
 def discard_all():
-    """Remove all partials that this process takes part in, before it must end; returns their arguments."""
-    arguments = set(_unfinished.values())
+    """Remove all partials that this process takes part in, before it must end."""
     for partial in list(_unfinished):
         with contextlib.suppress(OSError):
             discard(partial)
-    for _, lock in _kept.values():
-        if lock is not None:
-            lock.release()
-    return arguments
+
+
+def unfinished():
+    """Arguments whose files are not finished."""
+    return set(_unfinished.values())
 
 
 def published():
