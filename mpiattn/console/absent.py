@@ -39,8 +39,8 @@ def all_there(launcher):
 
     False too where that is not known, as where a script stands between launcher and rank.
     """
-    children = [pid for pid, parent in _parents().items() if parent == launcher]
     with contextlib.suppress(OSError, IndexError):
+        children = [pid for pid, parent in _parents().items() if parent == launcher]
         living = sum(_status(pid)[0] != "Z" for pid in children)
         return launched()[0] == local_ranks() == living
     return False

@@ -98,8 +98,9 @@ def speak_past(story, launcher):
 
 def _error_of(launcher):
     """A handle of the standard error of another process."""
-    process = os.pidfd_open(launcher)
-    handle = ctypes.CDLL(None, use_errno=True).syscall(PIDFD_GETFD, process, 2, 0)
-    if handle >= 0:
-        return handle  # the same open file, so that neither writes over the other's lines
-    return os.open(f"/proc/{launcher}/fd/2", os.O_WRONLY | os.O_APPEND)  # where only debuggers may have the other
+    with contextlib.suppress(OSError, AttributeError):  # an older kernel
+        process = os.pidfd_open(launcher)
+        handle = ctypes.CDLL(None).syscall(PIDFD_GETFD, process, 2, 0)
+        if handle >= 0:
+            return handle  # the same open file, so that neither process writes over the other's lines
+    return os.open(f"/proc/{launcher}/fd/2", os.O_WRONLY | os.O_APPEND)  # where only debuggers may have that one
