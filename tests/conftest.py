@@ -8,8 +8,8 @@
 Without a launcher, tests/mpi is collected only if it is named, and then runs on one rank.
 
 Of a sweep, a test marked `draw`, a few cases are run, drawn by a seed (see draws.py); --all runs every case.
-Tests marked `slow` run with --slow, and alone with --slow -m slow.  `mpiattn check --full`, on somebody's cluster,
-leaves out those marked `workshop`.
+Tests marked `thorough` run with --thorough, and where their file is named; those marked `slow` with --slow, which runs
+both, and alone with --slow -m slow.  `mpiattn check --full`, on somebody's cluster, leaves out those marked `workshop`.
 """
 
 import importlib.util
@@ -30,6 +30,13 @@ import draws  # noqa: E402  (beside this file; pytest puts the folder on the pat
 import launch  # noqa: E402
 import warm  # noqa: E402
 
+if sys.dont_write_bytecode and not launch.under_launcher():
+    # Launched ranks and workers would each compile all modules again: what they compile is kept as long as this run.
+    BYTECODE = tempfile.TemporaryDirectory(prefix="mpiattn-bytecode-")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = BYTECODE.name
+    sys.dont_write_bytecode = False
+
 MPI_TESTS = HERE / "mpi"
 # Machines that somebody measured here must not decide what is tested, nor may a test change them.
 CONFIG = tempfile.TemporaryDirectory(prefix="mpiattn-config-")
@@ -46,8 +53,12 @@ else:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
+    parser.addoption("--thorough", action="store_true", help="run the tests marked thorough too")
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow or thorough too")
     parser.addoption("--all", action="store_true", help="run every case of each sweep, not a few drawn ones")
+    parser.addoption(
+        "--drawn-ranks", action="store_true", help="run each test of tests/mpi on a number of ranks that is drawn"
+    )
     parser.addoption("--most", type=int, metavar="N", help="run at most N cases of each test, drawn")
 
 
@@ -57,6 +68,7 @@ def pytest_configure(config):
     for line in (
         "many: a multi-rank test that is also worth its time on 5, 6, 7, 8 and 12 ranks",
         "group: a multi-rank test of a given number of ranks (set by itself)",
+        "thorough(why): takes seconds, and quicker tests look at the same; runs with --thorough or --slow, or by name",
         "slow: takes long; runs with --slow",
         "draw(n, slow=n): a sweep, of whose cases n are drawn by the seed, of slow ones `slow`; all run with --all",
         "turn(i, n): runs if the seed modulo n is i; all run with --all",
@@ -103,8 +115,7 @@ def pytest_ignore_collect(collection_path, config):
     if path.is_dir() and not _is_multi_rank(path):
         return None
     if _is_multi_rank(path):
-        named = [Path(config.invocation_params.dir, arg.split("::")[0]).resolve() for arg in config.args]
-        return None if LAUNCHED or any(map(_is_multi_rank, named)) else True
+        return None if LAUNCHED or any(map(_is_multi_rank, _named(config))) else True
     return True if RANK else None  # serial tests are rank 0's
 
 
@@ -116,10 +127,24 @@ def pytest_itemcollected(item):
 @pytest.hookimpl(trylast=True)  # what -m and -k leave
 def pytest_collection_modifyitems(config, items):
     """Multi-rank tests first, so that the other ranks don't spin in MPI while rank 0 runs the serial ones."""
-    kept = items if config.option.slow else [item for item in items if not item.get_closest_marker("slow")]
+    kept = [item for item in items if _is_wanted(item, config)]
     kept = kept if config.option.all else draws.drawn(kept, SIZE, config.option.most)
     config.hook.pytest_deselected(items=list(set(items).difference(kept)))
     items[:] = sorted(kept, key=lambda item: not _is_multi_rank(item.path))
+
+
+def _is_wanted(item, config):
+    """Whether a test runs, by its marks and the options of this run."""
+    if config.option.slow:
+        return True
+    if item.get_closest_marker("slow"):
+        return False
+    return config.option.thorough or not item.get_closest_marker("thorough") or item.path in _named(config)
+
+
+def _named(config):
+    """The paths that the command line names."""
+    return {Path(config.invocation_params.dir, arg.split("::")[0]).resolve() for arg in config.args}
 
 
 def _end_the_job(text):

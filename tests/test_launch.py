@@ -50,6 +50,13 @@ def run_multi_rank(pytestconfig):
     return run
 
 
+@pytest.mark.skipif(CHOSEN is not None, reason="MPIATTN_RANKS chooses other numbers of ranks")
+def test_multi_rank_drawn(run_multi_rank):
+    """Each test on a number of ranks from 1 to 4, drawn by the seed: ranks of one launch, which collects once."""
+    run_multi_rank(max(BRIEF), "--drawn-ranks", most=SOME)
+
+
+@pytest.mark.thorough("test_multi_rank_drawn runs each of these tests on one of these numbers of ranks")
 @pytest.mark.parametrize("n", [n for n in RANKS if CHOSEN or n not in MORE])
 def test_multi_rank(run_multi_rank, n):
     if CHOSEN or n in WHOLE:

@@ -25,7 +25,10 @@ test_sweep.py draws most of these at random.
 import os
 import sys
 import time
+from functools import cache
+from hashlib import sha256
 
+import draws
 import pytest
 from mpi4py import MPI
 
@@ -35,6 +38,7 @@ if MPI.COMM_WORLD.size > len(os.sched_getaffinity(0)):
 
 from runs import settle, subcomm
 
+MOST_NEEDED = 3  # ranks that any test asks of `at_least`
 TRANSPORT = os.environ.get("MPIATTN_TRANSPORT")
 if os.environ.get("MPIATTN_CUPY") == "fake":  # a GPU that is none; given "device", an MPI that can use its memory
     import fake_cudnn
@@ -74,17 +78,58 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
-@pytest.fixture(scope="session")
-def comm():
-    return MPI.COMM_WORLD
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    if config.option.drawn_ranks:
+        items[:] = [item for item in items if _ranks_of(item) <= MPI.COMM_WORLD.size]
 
 
-@pytest.fixture(scope="session")
+def _ranks_of(item):
+    """On how many ranks a test runs with --drawn-ranks: as many as it is for, or a number that the seed draws."""
+    if "group" in item.fixturenames:
+        return item.callspec.params["group"]
+    numbers = range(1, MPI.COMM_WORLD.size + 1)
+    if "at_least" in item.fixturenames:
+        numbers = [n for n in numbers if n >= MOST_NEEDED] or numbers[-1:]
+    drawn = sha256(f"{draws.seed()} {item.nodeid}".encode()).digest()
+    return numbers[int.from_bytes(drawn[:4], "big") % len(numbers)]
+
+
+@cache
+def _first_ranks(n):
+    """A communicator of the first n ranks, None on the others; collective."""
+    world = MPI.COMM_WORLD
+    if n == world.size:
+        return world
+    made = world.Split(0 if world.rank < n else MPI.UNDEFINED)
+    return made if world.rank < n else None
+
+
+@pytest.fixture(autouse=True)
+def comm(request):
+    """The launch's communicator; with --drawn-ranks one of so many ranks, for which the others wait asleep."""
+    if not request.config.option.drawn_ranks:
+        return MPI.COMM_WORLD
+    settle(MPI.COMM_WORLD)
+    drawn = _first_ranks(_ranks_of(request.node))
+    if drawn is None:
+        pytest.skip("runs on fewer ranks")
+    return drawn
+
+
+@pytest.fixture
 def c(comm):
     """The library for C programs, built by one rank."""
     import embedded
 
     path = comm.bcast(str(embedded.installed().library) if comm.rank == 0 else None)
+    return _library(path)
+
+
+@cache
+def _library(path):
+    import embedded
+
     return embedded.Library(path)
 
 

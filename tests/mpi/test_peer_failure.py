@@ -20,7 +20,7 @@ SHAPE = {"seqlen": 24, "heads": 2, "head_dim": 4}
 TIMEOUT = 0.5  # seconds, on a quiet machine with a core for every four ranks
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def timeout(comm):
     """The same on every rank."""
     crowd = comm.size / (4 * (os.cpu_count() or 1))

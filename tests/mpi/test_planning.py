@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from dense import bits, draw_all
-from runs import attend, check, my_chunks
+from runs import attend, check, my_chunks, on
 from test_agreement import same_error
 
 from mpiattn import ArgumentError, KVCache, MeshAttention
@@ -24,12 +24,13 @@ def results(comm, backward=True, **how):
         return made, plan.nbytes, (plan.tile, plan.schedule.name, plan.route, plan.schedule.ahead), plan.memory_cost
 
 
-def test_less_memory_takes_slots_but_no_bit(comm, at_least):
+@on(4)
+def test_less_memory_takes_slots_but_no_bit(group):
     """Up to two steps ahead, or none: the same blocks in the same order; `nbytes` shrinks with what is planned.
 
     Forward: a short backward pass has memory for chunks that come early, as their gradients take it later.
     """
-    at_least(4)
+    comm = group
     how = {"tile": "ring", "schedule": "greedy", "layout": "contiguous", "direction": "forward"}
     free, nbytes, chosen, cost = results(comm, False, **how)
     assert cost == 1 and chosen[3] == 2
