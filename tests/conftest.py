@@ -28,6 +28,7 @@ if importlib.util.find_spec("mpiattn") is None:
 
 import draws  # noqa: E402  (beside this file; pytest puts the folder on the path)
 import launch  # noqa: E402
+import thorough  # noqa: E402
 import warm  # noqa: E402
 
 if sys.dont_write_bytecode and not launch.under_launcher():
@@ -122,6 +123,8 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_itemcollected(item):
     if "group" in getattr(item, "fixturenames", ()):
         item.add_marker("group")
+    if why := thorough.why(item):
+        item.add_marker(pytest.mark.thorough(why))
 
 
 @pytest.hookimpl(trylast=True)  # what -m and -k leave
