@@ -80,7 +80,7 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    if config.option.drawn_ranks:
+    if config.getoption("drawn_ranks", False):
         items[:] = [item for item in items if _ranks_of(item) <= MPI.COMM_WORLD.size]
 
 
@@ -108,7 +108,7 @@ def _first_ranks(n):
 @pytest.fixture(autouse=True)
 def comm(request):
     """The launch's communicator; with --drawn-ranks one of so many ranks, for which the others wait asleep."""
-    if not request.config.option.drawn_ranks:
+    if not request.config.getoption("drawn_ranks", False):
         return MPI.COMM_WORLD
     settle(MPI.COMM_WORLD)
     drawn = _first_ranks(_ranks_of(request.node))
