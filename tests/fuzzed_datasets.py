@@ -97,7 +97,21 @@ def virtual(file, name, array, rng):
     file.create_virtual_dataset(name, layout, fillvalue=rng.choice([None, 0, 7]))
 
 
-SOUND = [plain, plain, big_endian, chunked, unlimited, compact, outside, soft, hard, linked, virtual]
+def packed(file, name, array, rng):
+    """As netCDF's writers pack numbers; a power of 2 changes no digit."""
+    if array.dtype.kind != "f":
+        plain(file, name, array, rng)
+        file[name].attrs["_FillValue"] = array.dtype.type(-9)
+        return
+    factor = array.dtype.type(0.5)
+    rng.choice([plain, big_endian, chunked, unlimited])(file, name, array / factor, rng)
+    file[name].attrs["scale_factor"] = factor
+    fill = rng.choice([{}, {"_FillValue": np.nan}, {"missing_value": [1e30, -1e30]}, {"valid_range": [-1e30, 1e30]}])
+    if array.dtype.itemsize > 2:
+        file[name].attrs.update({key: np.asarray(value, array.dtype) for key, value in fill.items()})
+
+
+SOUND = [packed, plain, plain, big_endian, chunked, unlimited, compact, outside, soft, hard, linked, virtual]
 
 
 # Datasets of which a part is not there

@@ -124,6 +124,10 @@ def make(rng, folder):
             array = array.astype(of if dtype != "f8" else "f8")
             if name == "cu_seqlens":
                 array = np.array([0, rng.randint(0, keys), keys])
+            if grid and name in ("q", "dout") and batch == 1 and name not in odd and rng.random() < 0.5:
+                rng.choice(SOUND)(file, name, array[0], rng)  # without a batch axis
+                numbers[name] = array
+                continue
             _dataset(file, name, array, name in odd, rng, numbers, gone)
         if said != "asked":
             file.attrs["axes"] = axes

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from mpiattn.files import pairs
+from mpiattn.files.numbers import Numbers
 
 POSITIONS = [range(7), range(3, 20, 4), [9, 2, 3], [5], [], [*range(0, 8, 2), *range(1, 8, 2)], [0, 1, 3, 6, 10]]
 
@@ -24,5 +25,6 @@ def test_read(tmp_path, monkeypatch):
         file["bias"] = whole
         for rows in POSITIONS:
             for columns in POSITIONS:
-                tile = pairs.read_pairs(file["bias"], slice(1, 2), slice(0, 2), np.array(rows), np.array(columns))
+                bias = Numbers(file["bias"])
+                tile = pairs.read_pairs(bias, slice(1, 2), slice(0, 2), np.array(rows), np.array(columns))
                 assert np.array_equal(tile, whole[1:2, 0:2][:, :, list(rows)][..., list(columns)])

@@ -74,13 +74,13 @@ class RunBiases:
         p, source = self._problem, self._source
         argument = f"--{name.replace('_', '-')} is {dataset!r}"
         with hdf5.file_errors(source.argument, source.path, "read"):
-            data = hdf5.dataset_of(source.group, dataset)
+            data = source.numbers(dataset, axis=2 if name == "bias" else None)
             if data is None:
                 raise FileError(
                     f"{argument}; {source.argument} has no dataset of that name; it has"
                     f"{hdf5.listing(hdf5.contents(source.group))}"
                 )
-            shape, dtype = data.shape, hdf5.dtype_of(data)
+            shape, dtype = data.shape, data.dtype
         if name == "bias":
             fits = len(shape) == 4 and shape[0] in (1, p.batch) and shape[1] in (1, p.heads)
             fits, numbers = (
@@ -105,6 +105,11 @@ class RunBiases:
         return bool(self.call or self._data)
 
     @property
+    def datasets(self):
+        """Names of the datasets of biases."""
+        return list(self._names.values())
+
+    @property
     def asked(self):
         """The options given, by name."""
         asked = {**self._names, "alibi": True} if "alibi_slopes" in self.call else dict(self._names)
@@ -122,16 +127,16 @@ class RunBiases:
             if "key_bias" in self._data:
                 self.call["key_bias"] = self._keys(plan.positions_k)
         if self._data:
-            source.check()
+            source.check(read_elsewhere=[] if "bias" not in self._data or self._speaks else [self._names["bias"]])
 
     def _keys(self, positions):
         """The numbers of this rank's keys."""
         data = self._data["key_bias"]
-        own = np.empty((*data.shape[:-1], len(positions)), np.dtype(hdf5.dtype_of(data)))
+        own = np.empty((*data.shape[:-1], len(positions)), data.dtype)
         for part, where in pairs.even_parts(positions):
-            width = part[-1] + 1 - part[0]
-            starts = (*[0] * (data.ndim - 1), part[0])
-            own[..., where] = hdf5.read(data, starts, (*data.shape[:-1], width), axis=data.ndim - 1)[..., :: part.step]
+            before = (0,) * (len(data.shape) - 1)
+            steps = (*(1 for _ in before), part.step)
+            own[..., where] = data.read((*before, part[0]), (*data.shape[:-1], len(part)), steps=steps)
         return own
 
     @property
@@ -184,9 +189,9 @@ class RunBiases:
 
         def read_keys(b, h, keys):
             start, count = int(keys[0]), int(keys[-1] + 1 - keys[0])
-            index = (b, h)[3 - of_keys.ndim :]
+            index = (b, h)[3 - len(of_keys.shape) :]
             shape = (*[1] * len(index), count)
-            row = hdf5.read(of_keys, (*index, start), shape, axis=len(index)).reshape(-1)
+            row = of_keys.read((*index, start), shape, axis=len(index)).reshape(-1)
             return row[keys - start].astype(np.float64)
 
         call = {name: value for name, value in self.call.items() if name not in SHAPES}

@@ -3,8 +3,8 @@
 FILES are one or more files: .npy (one tensor each, named after the file), .npz, safetensors (extra `convert`), PyTorch
 .pt and .pth (no code in them is run; extra `convert`) or HDF5. OUT gets the tensors q, k and v, and dout, cu_seqlens
 and cu_seqlens_k where FILES have them, in the order (batch, seqlen, heads, head_dim); dtypes are kept. Tensors without
-a batch axis become a batch of one. Tensors are read and written a piece at a time, so they may be larger than memory.
-OUT appears whole or not at all; an existing file is replaced.
+a batch axis become a batch of one. Numbers that netCDF's attributes pack are unpacked. Tensors are read and written a
+piece at a time, so they may be larger than memory. OUT appears whole or not at all; an existing file is replaced.
 
 Many problems, such as the layers of a model, go into groups of one OUT. With a * in --names there is a problem for
 each text that * stands for, in a group of that name. With --each-file every file is a problem, in a group named after
@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..console import options
 from ..console.progress import Progress
 from ..console.suggest import ROLE
 from ..errors import ArgumentError, FileError
@@ -67,6 +68,7 @@ def add_arguments(parser):
         "(batch, heads, seqlen, head_dim), PyTorch's; in OUT it is always bshd "
         "(default: bshd; an error if there would then be more heads than tokens)",
     )
+    options.add_missing(parser, "FILES")
     parser.add_argument(
         "--only",
         type=_parts,
@@ -118,11 +120,11 @@ class _Problem(NamedTuple):
 def _problems(args, stack):
     """The problems of OUT by the path of their group, "" for the file; FileError where one does not fit."""
     if not args.each_file:
-        return _of_files(args, args.sources, _all(args.sources, stack))
+        return _of_files(args, args.sources, _all(args.sources, args.missing, stack))
     problems = {}
     for path in args.sources:
         name = Path(path).stem
-        for group, problem in _of_files(args, [path], _all([path], stack)).items():
+        for group, problem in _of_files(args, [path], _all([path], args.missing, stack)).items():
             group = f"{name}/{group}" if group else name
             if group in problems:
                 raise ArgumentError(f"FILES has two files called {name}; with --each-file their names must differ")
@@ -151,7 +153,7 @@ def _of_files(args, sources, tensors):
     return problems
 
 
-def _all(sources, stack):
+def _all(sources, missing, stack):
     """The tensors of all files by name, with the files that have them: name -> [(path, `Tensor`)]."""
     tensors = {}
     for path in sources:
@@ -160,7 +162,7 @@ def _all(sources, stack):
                 f"FILES has {path!r}, which is no file; --names is one word: --names q=NAME,k=NAME,v=NAME, with commas "
                 "and without spaces"
             )
-        for name, tensor in stack.enter_context(open_tensors(path, "FILES")).items():
+        for name, tensor in stack.enter_context(open_tensors(path, "FILES", missing)).items():
             tensors.setdefault(name, []).append((path, tensor))
     return tensors
 
@@ -258,6 +260,7 @@ def _write(path, problems, axes):
                     progress(cut.size)
                 else:
                     _copy(tensor, here[name], axes or AXES[0], progress)
+                tensor.check()
 
 
 def _copy(tensor, dataset, axes, progress):

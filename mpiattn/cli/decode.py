@@ -31,8 +31,9 @@ from ..decode.cache import KVCache
 from ..decode.cache_file import load, read_cache_shapes
 from ..decode.tree import tree_decode
 from ..errors import FileError
-from ..files.hdf5 import check_is_file, dataset_of, dtype_of, file_errors, natural
+from ..files.hdf5 import check_is_file, file_errors, natural
 from ..files.input import Input
+from ..files.numbers import Numbers
 from ..files.output import Contents, Output
 from ..files.shapes import order_of
 from ..problem.layout import Layout
@@ -54,6 +55,7 @@ def add_arguments(parser):
         "--full", action="store_true", help="a query also sees the tokens of later queries (default: causal)"
     )
     options.add_padding(parser, "the first document of CACHE")
+    options.add_missing(parser, "CACHE and QUERIES")
     options.add(parser, "window", "softcap", "scale")
     parser.add_argument(
         "--algorithm",
@@ -89,11 +91,11 @@ def _query_shape(path, axes, of_cache):
     """
     check_is_file("QUERIES", path)
     with file_errors("QUERIES", path, "read"), h5py.File(path, "r") as file:
-        q, axes = dataset_of(file, "q"), order_of(file, "QUERIES", axes) or of_cache
-        if q is None or q.ndim != 4:
+        q, axes = Numbers.of(file, "q"), order_of(file, "QUERIES", axes) or of_cache
+        if q is None or len(q.shape) != 4:
             sizes = ", ".join(natural(("sequences", "queries", "heads", "head_dim"), axes))
             raise FileError(f"QUERIES is {str(path)!r}; it must have a dataset q ({sizes})")
-        return {"shape": natural(q.shape, axes), "dtype": dtype_of(q)}, axes
+        return {"shape": natural(q.shape, axes), "dtype": q.dtype}, axes
 
 
 def _problems(args, cache, asked):
@@ -130,19 +132,19 @@ def _run(job, args):
     comm, peers = job.comm, job.peers
     job.on_rank_0(lambda: check_json(args.json, (args.cache, args.queries, args.output)))
     look = partial(read_cache_shapes, argument="CACHE", padding=args.padding)
-    source = Input(peers, args.cache, look=look, argument="CACHE", axes=args.axes)
+    source = Input(peers, args.cache, look=look, argument="CACHE", axes=args.axes, missing=args.missing)
     look = partial(_query_shape, of_cache=source.axes)
-    queries = Input(peers, args.queries, look=look, argument="QUERIES", axes=args.axes)
+    queries = Input(peers, args.queries, look=look, argument="QUERIES", axes=args.axes, missing=args.missing)
     spans, arrays = source.shapes["spans"], 1 if source.shapes["shared_kv"] else 2
     with Progress("read", arrays * sum(length for *_, length in spans) / comm.size, " tokens") as progress:
         how = options.given(args, "page-size", "backend", "transport", "machine", "max-message", "timeout")
-        kept = "CACHE", progress, source.axes, args.padding
+        kept = "CACHE", progress, source.axes, args.padding, args.missing
         cache = job("read", lambda: load(KVCache, comm, args.cache, how, *kept))
     with cache:
         with agreement(peers):
             problems = _problems(args, cache, queries.shapes)
             q = np.ascontiguousarray(queries.tokens("q", 0, queries.shapes["shape"][1]))
-        queries.check()
+        queries.check(read_elsewhere=["q"] if comm.rank else [])
         shape = queries.shapes["shape"]
         nbytes = combine.partial_bytes(math.prod(shape[:3]), cache.value_dim, cache.partial_dtype)
         algorithm = args.algorithm if args.algorithm != "auto" else cache.algorithm(*nbytes)

@@ -6,7 +6,7 @@ import re
 import numpy as np
 
 from ..errors import FileError
-from ..files.hdf5 import dataset_of
+from ..files.numbers import Numbers
 
 
 def read_documents(group, specs, files=None):
@@ -26,9 +26,10 @@ def read_file(option, path):
 
 def _read(group, option, spec, files):
     try:
-        dataset = None if group is None else dataset_of(group, spec)
+        dataset = None if group is None else Numbers.of(group, spec)
         if dataset is not None:
-            return _checked(dataset)
+            _check_kind(dataset.dtype, dataset.shape)
+            return _checked(dataset.whole())
         if spec not in files:
             with open(spec, "rb") as stream:
                 data = stream.read()  # once, because it may be a pipe
@@ -49,12 +50,14 @@ def _of_npy(data):
         raise ValueError(f"it is no whole .npy file of numbers: {error}") from error
 
 
-def _checked(array):
-    if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
-        raise ValueError(
-            f"it holds {array.dtype} of shape {array.shape}, it must hold whole numbers in one or two dimensions"
-        )
-    values = array[...]
+def _check_kind(dtype, shape):
+    """Raise ValueError unless documents may be numbers of this dtype, by its name, in this shape."""
+    if not dtype.startswith(("int", "uint")) or len(shape) not in (1, 2):
+        raise ValueError(f"it holds {dtype} of shape {shape}, it must hold whole numbers in one or two dimensions")
+
+
+def _checked(values):
+    _check_kind(values.dtype.name, values.shape)
     largest = np.iinfo(np.int64).max
     if values.size and values.max() > largest:
         raise ValueError(f"it holds {values.max()}, it must hold numbers up to {largest}")

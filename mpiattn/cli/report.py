@@ -137,6 +137,7 @@ def as_text(args, plan, chosen, seconds, ranks, reports, odd):
     passes = [name for name in PRODUCTS if name in seconds]
     rows = [
         ("problem", problem_text(p, chosen)),
+        ("unpacked", chosen.get("unpacked")),
         (
             "mesh",
             (f"{tile.h} planes of " if tile.h > 1 else "")

@@ -61,6 +61,7 @@ def add_arguments(parser):
     options.add_axes(parser, "IN and OUT")
     options.add(parser, *options.MASKS, "mask", "documents", "documents-k")
     options.add_padding(parser, "the first document")
+    options.add_missing(parser, "IN")
     options.add(parser, "softcap", "scale")
     biases.add_arguments(parser)
     options.add(parser, "layout", "grid", "dims", *PLAN)
@@ -107,7 +108,8 @@ def _run(job, args):
     comm, peers, before = job.comm, job.peers, memory_limits.peak()
     job.on_rank_0(lambda: _check(args))
     look = partial(read_problems, chosen=args.problems, names=args.names, backward=args.backward, grid=args.grid)
-    source = Input(peers, args.input, args.max_message, look, names=args.names, axes=args.axes, grid=args.grid)
+    how = options.given(args, "names", "axes", "grid", "missing")
+    source = Input(peers, args.input, args.max_message, look, **how)
     with agreement(peers):
         _check_trace(args, len(source.shapes))
     tasks = run_problem.tasks_of(comm, peers, args, source)

@@ -77,8 +77,21 @@ def tasks_of(comm, peers, args, source):
                 plans[shape] = _plan(comm, peers, args, part, added, documents[group], mask)
         plan = plans[shape]
         chosen = chosen_of(plan, args, part.axes, plan.activity_of(**documents[group])) | added.asked
+        unpacked = part.unpacked([*_roles(args, plan.problem, part.names), *added.datasets])
+        if unpacked:
+            chosen["unpacked"] = unpacked
         tasks.append(Task(group, part, plan, documents[group], added, chosen))
     return tasks
+
+
+def _roles(args, problem, names):
+    """The datasets that are read as q, k, v and dout."""
+    roles = ["q", "k"]
+    if not problem.shared_kv:
+        roles.append("v")
+    if args.backward:
+        roles.append("dout")
+    return [names.get(role, role) for role in roles]
 
 
 @contextlib.contextmanager
@@ -137,7 +150,7 @@ def contents(task, args, attributes):
     """The `Contents` of the task's group of OUT."""
     of_biases = task.added.gradients if args.backward else {}
     shapes = results_of(task.plan.problem, args.backward) | of_biases
-    return Contents(shapes, attributes, task.source.grid_of("q"), of_biases)
+    return Contents(shapes, attributes, task.source.grid_of("q"), of_biases, task.source.is_batched("q"))
 
 
 def check_places(contents):

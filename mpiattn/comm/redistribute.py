@@ -95,16 +95,16 @@ class Redistribution:
             if self._error:
                 raise self._error
 
-    def to_chunk(self, read, chunk=None):
+    def to_chunk(self, read, chunk=None, slabs_only=False):
         """This rank's chunk (tokens, *shape); read(tokens, rows) reads a range of tokens into rows (tokens, *shape).
 
         chunk: the array to fill; by default a new one.
 
-        Every rank reads its slab and sends what belongs to others, or its own tokens if they lie in few ranges.  Every
-        rank calls `read` equally often, with no tokens at last, so it may be collective.
+        Every rank reads its slab and sends what belongs to others, or its own tokens if they lie in few ranges and it
+        is not slabs_only.  Every rank calls `read` equally often, with no tokens at last, so it may be collective.
         """
         me, others = self.peers.rank, [rank for rank in range(self.peers.size) if rank != self.peers.rank]
-        own_tokens = _ranks_read_their_own(self.layout, self.row_bytes)
+        own_tokens = not slabs_only and _ranks_read_their_own(self.layout, self.row_bytes)
         with agreement(self.peers):
             chunk = self._rows(self.layout.length(me)) if chunk is None else chunk
             buffers = [] if own_tokens else self._buffers()

@@ -8,6 +8,7 @@ from ..backends.registry import AUTO, REGISTRY, usages
 from ..comm.transport import TRANSPORTS
 from ..errors import ArgumentError
 from ..files.hdf5 import AXES
+from ..files.numbers import MISSING
 from ..masks.text import HELP, parse
 from ..model.cost import SCHEDULES
 from ..model.machine import BUILT_IN
@@ -240,6 +241,18 @@ def add_axes(parser, files):
         help=f"the order of dimensions in {files}: bshd is (batch, seqlen, heads, head_dim), bhsd is "
         "(batch, heads, seqlen, head_dim), the order of PyTorch's attention (default: what the file's attribute axes "
         "says, else bshd; an error if there would then be more heads than tokens)",
+    )
+
+
+def add_missing(parser, files):
+    """--missing, for `mpiattn.files.input.Input`."""
+    parser.add_argument(
+        "--missing",
+        choices=MISSING,
+        default=MISSING[0],
+        help=f"numbers that are missing in {files} by the attributes _FillValue, missing_value, valid_range, valid_min "
+        "or valid_max of their datasets, as netCDF files have them: an error that counts them, or NaN (default: "
+        "%(default)s)",
     )
 
 

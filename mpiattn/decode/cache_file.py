@@ -16,9 +16,10 @@ from ..arguments.keywords import names_of_arguments, unknown
 from ..comm.agreement import agreement
 from ..errors import ArgumentError, FileError
 from ..files.attributes import dim_of
-from ..files.hdf5 import AXES, check_is_file, dataset_of, dtype_of, file_errors, natural
+from ..files.hdf5 import AXES, check_is_file, dataset_of, file_errors, natural
 from ..files.hdf5 import write as write_at
 from ..files.input import Input, Wanted
+from ..files.numbers import Numbers
 from ..files.output import Contents, Output, Written
 from ..files.shapes import check_order, order_of
 from ..problem.documents import left_out
@@ -49,7 +50,7 @@ def read_cache_shapes(path, axes=None, argument="path", padding=False):
     with file_errors(argument, path, "read"), h5py.File(path, "r") as file:
         shared = "value_dim" in file.attrs and dataset_of(file, "v") is None
         order = order_of(file, argument, axes)
-        datasets = [dataset_of(file, name) for name in ("k", "k" if shared else "v")]
+        datasets = [Numbers.of(file, name) for name in ("k", "k" if shared else "v")]
         for name, dataset in zip("kv", datasets):
             if dataset is None:
                 raise no(f"it has no dataset {name!r}, it must have k and v, or k and an attribute value_dim")
@@ -58,7 +59,7 @@ def read_cache_shapes(path, axes=None, argument="path", padding=False):
             sizes = ", ".join(natural(("batch", "tokens", "kv_heads", "dim"), order or AXES[0]))
             shapes = "k {}, v {}".format(*(dataset.shape for dataset in datasets))
             raise no(f"its shapes do not fit: {shapes}; they must be ({sizes})")
-        names = list(map(dtype_of, datasets))
+        names = [dataset.dtype for dataset in datasets]
         if len(set(names)) > 1 or names[0] not in ITEMSIZE:
             raise no(
                 f"its k and v have dtypes {', '.join(names)}; they must have one and the same of {', '.join(ITEMSIZE)}"
@@ -68,9 +69,9 @@ def read_cache_shapes(path, axes=None, argument="path", padding=False):
             check_order(argument, path, None, k)
         batch, tokens = k[:2]
         spans = [(entry, 0, tokens) for entry in range(batch)]
-        cu_seqlens = dataset_of(file, "cu_seqlens")
+        cu_seqlens = Numbers.of(file, "cu_seqlens")
         if cu_seqlens is not None:
-            cuts = np.atleast_2d(cu_seqlens[()])
+            cuts = np.atleast_2d(cu_seqlens.whole())
             if (
                 cuts.ndim != 2
                 or cuts.dtype.kind not in "iu"
@@ -143,11 +144,11 @@ def _chunks(cache, starts):
             yield Written(name, chunk[None], ledger, first=start)
 
 
-def load(make, comm, path, options, argument="path", progress=None, axes=None, padding=False):
+def load(make, comm, path, options, argument="path", progress=None, axes=None, padding=False, missing="error"):
     """A cache with a file's sequences, constructed by make(comm, **options); collective.  See `mpiattn.KVCache.load`.
 
     progress: called with the number of tokens that this rank has just read.  axes, padding: as of
-    `read_cache_shapes`.
+    `read_cache_shapes`.  missing: as of `mpiattn.files.input.Input`.
     """
     from ..comm.mesh import Home
     from ..comm.peers import time_limit
@@ -163,6 +164,7 @@ def load(make, comm, path, options, argument="path", progress=None, axes=None, p
                 argument=argument,
                 axes=axes,
                 call="loading a cache",
+                missing=missing,
             )
         try:
             return _fill(make, comm, home, source, options, progress)

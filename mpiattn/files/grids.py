@@ -5,8 +5,18 @@ from math import prod
 from h5py import h5s
 
 
+def lacks_batch(shape, axis, grid):
+    """Whether a tensor on a grid has no batch axis.  axis: of tokens where there is one."""
+    if grid is None or tuple(shape[axis : axis + 1]) == (prod(grid),):
+        return False
+    grid, here = tuple(grid), tuple(shape[axis - 1 :])
+    return any(len(shape) == 2 + len(points) and here[: len(points)] == points for points in (grid, (prod(grid),)))
+
+
 def flat(shape, axis, grid):
-    """The shape of a tensor with one axis of tokens, from one that may have the axes of `grid` there."""
+    """The shape of a tensor with a batch and one axis of tokens, from one that may have the axes of `grid` there."""
+    if lacks_batch(shape, axis, grid):
+        shape = (1, *shape)
     if grid is None or len(shape) != 3 + len(grid) or tuple(shape[axis : axis + len(grid)]) != tuple(grid):
         return tuple(shape)
     return (*shape[:axis], prod(grid), *shape[axis + len(grid) :])

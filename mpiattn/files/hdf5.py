@@ -6,9 +6,11 @@ arrays of ml_dtypes.bfloat16 as opaque elements of 2 bytes; these are read as bf
 """
 
 import contextlib
+import errno
 import os
 import pickle
 import re
+from math import prod
 
 import h5py
 import numpy as np
@@ -22,6 +24,9 @@ from .presence import AbsentError, opened
 
 LISTED = 40  # an error lists at most this many datasets
 CONVERT = "`mpiattn convert` makes one of .npy, .npz, safetensors and PyTorch files: mpiattn convert FILES OUT"
+NETCDF3 = "it is a netCDF-3 file; `nccopy -k nc4` makes a netCDF-4 file of it, which is an HDF5 file"
+MOST_CACHE = 2**30  # bytes of chunks that are kept of a dataset, if a single chunk has not more
+OTHER_CHUNKS = 2**24  # bytes of chunks of a piece that HDF5 reads between those that the next piece needs too
 AXES = ("bshd", "bhsd")  # (batch, seqlen, heads, dim), and PyTorch's (batch, heads, seqlen, dim)
 ERRORS = (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError)  # that h5py raises for odd files
 FEW_ATTRIBUTES = 64, 32  # HDF5 indexes more than 8, which makes a group larger and takes twice as long
@@ -29,13 +34,30 @@ BFLOAT16_FIELDS = (15, 7, 8, 0, 7)  # bit of the sign; first bit and number of b
 
 
 def _reason(error):
-    """The operating system's message inside HDF5's long one."""
+    """The operating system's message inside HDF5's long one, or what it means for locks."""
+    if "unable to lock file" in str(error):
+        return _why_not_locked(error)
+    if "h5clear" in str(error):
+        return "a program that writes it has not closed it, or was killed; in that case `h5clear -s FILE` mends it"
     match = re.search(r"errno = (\d+), error message = '([^']*)'", str(error))
     if match:
         error = OSError(int(match[1]), match[2])
     if isinstance(error, KeyError):  # whose text has quotation marks
         return str(error.args[0])
     return reason(error) if isinstance(error, OSError) else str(error)
+
+
+def _why_not_locked(error):
+    without = "HDF5_USE_FILE_LOCKING=FALSE, in the environment of all ranks,"
+    if error.errno in (errno.EAGAIN, errno.EACCES):
+        return f"another program has it open for writing, and has locked it; {without} reads it as it is now"
+    return f"its file system has no locks ({os.strerror(error.errno or errno.ENOLCK)}); {without} does without"
+
+
+def is_netcdf3(path):
+    """Whether a file is of netCDF's own format, which is not HDF5."""
+    with open(path, "rb") as file:
+        return file.read(4) in (b"CDF\x01", b"CDF\x02", b"CDF\x05")
 
 
 @contextlib.contextmanager
@@ -48,7 +70,7 @@ def file_errors(name, path, doing):
     except ERRORS as error:
         why = f"it cannot be {doing}: {_reason(error)}"
         if doing == "read" and "file signature not found" in str(error):
-            why = f"it is no HDF5 file; {CONVERT}"
+            why = NETCDF3 if is_netcdf3(path) else f"it is no HDF5 file; {CONVERT}"
         raise FileError(f"{name} is {str(path)!r}; {why}") from error
 
 
@@ -115,10 +137,12 @@ def token_axis(shape, axes="bshd"):
     return 1 if axes == "bshd" and len(shape) != 3 else 2
 
 
-def _transfer(dataset, starts, array, axis):
+def _transfer(dataset, starts, array, axis, steps=None):
     """Arguments of an HDF5 transfer from or to the indices `starts`: spaces, the array, its type."""
     memory, stored = h5py.h5s.create_simple(array.shape), dataset.id.get_space()
-    if array.size:
+    if array.size and steps:
+        stored.select_hyperslab(starts, array.shape, steps)
+    elif array.size:
         grids.select(stored, starts, array.shape, axis)
     else:
         memory.select_none()
@@ -128,15 +152,19 @@ def _transfer(dataset, starts, array, axis):
     return memory, stored, plain, kind if isinstance(kind, h5py.h5t.TypeOpaqueID) else stored_type(array.dtype)
 
 
-def read(dataset, starts, shape, how=None, into=None, axis=0):
-    """The elements of a dataset from the indices `starts` on, in native byte order.
+def read(dataset, starts, shape, how=None, into=None, axis=0, steps=None):
+    """The elements of a dataset as they are stored, from the indices `starts` on, in native byte order.
 
     how: transfer properties.  into: the array of this shape and dtype to read into; by default a new one.  axis: that
-    of the tokens, for which the dataset may have the axes of a grid.
+    of the tokens, for which the dataset may have the axes of a grid.  steps: from an index to the next on every axis,
+    of a dataset without a grid; by default 1.
     """
+    if steps and steps[-1] > 1:  # HDF5 is slow where elements of a row lie apart: those between are read too
+        width = max(0, (shape[-1] - 1) * steps[-1] + 1)
+        return read(dataset, starts, (*shape[:-1], width), how, None, axis, (*steps[:-1], 1))[..., :: steps[-1]]
     there = into is not None and into.flags.c_contiguous
     array = into if there else np.empty(shape, dtype_of(dataset))
-    dataset.id.read(*_transfer(dataset, starts, array, axis), dxpl=how)
+    dataset.id.read(*_transfer(dataset, starts, array, axis, steps), dxpl=how)
     if into is None or there:
         return array
     into[...] = array
@@ -204,6 +232,42 @@ def dataset_of(group, name):
     if data is not None and not isinstance(data, h5py.Dataset):
         raise ValueError(f"its {name!r} is a {'group' if isinstance(data, h5py.Group) else 'type'}, not a dataset")
     return data
+
+
+def dataset_for_pieces(group, name, axis=None):
+    """As `dataset_of`, with a cache for the compressed chunks that pieces read one after another have parts of.
+
+    HDF5 decompresses a chunk again for every piece if the cache does not hold it.
+    axis: along which pieces lie, of all there is along the others; by default pieces are consecutive in the file.
+    """
+    dataset = dataset_of(group, name)
+    if dataset is None or not is_compressed(dataset):
+        return dataset
+    nbytes = min(_bytes_of_cut_chunks(dataset, axis), max(MOST_CACHE, _chunk_bytes(dataset)))
+    how, file, path = h5py.h5p.create(h5py.h5p.DATASET_ACCESS), dataset.file, dataset.name
+    slots, least, _ = dataset.id.get_access_plist().get_chunk_cache()
+    how.set_chunk_cache(slots, max(least, nbytes), 1.0)  # chunks that were read as a whole leave it first
+    del dataset  # whoever opens a dataset that is open nowhere else gives its cache a size
+    return h5py.Dataset(h5py.h5d.open(file.id, path.encode(), how))
+
+
+def is_compressed(dataset):
+    """Whether the chunks of a dataset go through filters, such as compression."""
+    return bool(dataset.chunks and dataset.id.get_create_plist().get_nfilters())
+
+
+def _chunk_bytes(dataset):
+    return prod(dataset.chunks) * dataset.id.get_type().get_size()
+
+
+def _bytes_of_cut_chunks(dataset, axis):
+    """Bytes of the chunks that two pieces in a row may both have parts of."""
+    counts = [-(-length // of_chunk) for length, of_chunk in zip(dataset.shape, dataset.chunks)]
+    if axis is None or axis >= len(counts):
+        axis = next((axis for axis, of_chunk in enumerate(dataset.chunks) if of_chunk > 1), 0)
+        counts[:axis] = [1] * axis
+    counts[axis] = 1
+    return 2 * prod(counts) * _chunk_bytes(dataset) + OTHER_CHUNKS
 
 
 def listing(tensors):

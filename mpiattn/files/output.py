@@ -56,13 +56,15 @@ class Contents(NamedTuple):
     shapes: name -> (shape, dtype), tensors of four dimensions in the order bshd.  attributes: of the group; axes among
     them, one of `files.hdf5.AXES`, is the order of dimensions of these tensors in the file.  grid: the shape of a grid
     whose points are the tokens, if datasets are to have its axes for them.  plain: names of datasets that have the
-    dimensions of their shape, whatever `axes` and `grid` are.
+    dimensions of their shape, whatever `axes` and `grid` are.  batched: whether the others have a batch axis; the batch
+    is one if they have none.
     """
 
     shapes: dict
     attributes: Mapping = {}
     grid: tuple | None = None
     plain: Collection = ()
+    batched: bool = True
 
     @property
     def axes(self):
@@ -72,21 +74,23 @@ class Contents(NamedTuple):
     def ordered(self):
         """Shape and dtype of every dataset in the file's order of dimensions, with one axis of tokens."""
         return {
-            name: (tuple(shape) if name in self.plain else natural(shape, self.axes), np.dtype(dtype))
+            name: (tuple(shape) if name in self.plain else self._of_tokens(shape), np.dtype(dtype))
             for name, (shape, dtype) in self.shapes.items()
         }
 
+    def _of_tokens(self, shape):
+        shape = natural(shape, self.axes)
+        return shape if self.batched else shape[1:]
+
     def stored(self):
         """Shape and dtype of every dataset, with the axes of the grid."""
-        return {
-            name: (
-                shape
-                if name in self.plain
-                else grids.spread(shape, hdf5.token_axis(self.shapes[name][0], self.axes), self.grid),
-                dtype,
-            )
-            for name, (shape, dtype) in self.ordered().items()
-        }
+        stored = {}
+        for name, (shape, dtype) in self.ordered().items():
+            if name not in self.plain:
+                axis = hdf5.token_axis(self.shapes[name][0], self.axes)
+                shape = grids.spread(shape, axis if self.batched else axis - 1, self.grid)
+            stored[name] = shape, dtype
+        return stored
 
 
 class Output:
@@ -219,9 +223,12 @@ class Output:
 
     def _in_file(self, written):
         """A chunk under its path in the file, with its dimensions in the order of the file."""
+        contents, plain = self._contents[self._group], written.name in self._contents[self._group].plain
         written = written._replace(name=_join(self._group, written.name))
-        if written.chunk.ndim == 4 and self._contents[self._group].axes == "bhsd":
-            return written._replace(chunk=written.chunk.swapaxes(1, 2), axis=2)
+        if written.chunk.ndim == 4 and contents.axes == "bhsd":
+            written = written._replace(chunk=written.chunk.swapaxes(1, 2), axis=2)
+        if not contents.batched and not plain:
+            written = written._replace(chunk=written.chunk[0], axis=written.axis - 1)
         return written
 
     def _close_staged(self):

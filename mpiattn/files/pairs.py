@@ -6,14 +6,12 @@ has more of one in memory than its tile and a few MB.
 
 from typing import NamedTuple
 
-import h5py
 import numpy as np
 from mpi4py import MPI
 
 from ..comm.agreement import agreement
 from ..comm.peers import keeping
 from ..comm.rounds import PIECE_BYTES
-from . import hdf5
 
 TAG = 71
 
@@ -32,13 +30,13 @@ def even_parts(positions):
     return parts
 
 
-def read_pairs(dataset, sequences, heads, rows, columns):
-    """The numbers of some pairs: (sequences, heads, rows, columns), in the dtype of the dataset.
+def read_pairs(numbers, sequences, heads, rows, columns):
+    """The numbers of some pairs: (sequences, heads, rows, columns), in their dtype.
 
-    sequences, heads: slices of the dataset's.  rows, columns: positions.  Where columns lie between those of others,
-    these are read too, some rows at a time.
+    numbers: the dataset's `Numbers`.  sequences, heads: slices of the dataset's.  rows, columns: positions.  Where
+    columns lie between those of others, these are read too, some rows at a time.
     """
-    dtype = np.dtype(hdf5.dtype_of(dataset))
+    dtype = np.dtype(numbers.dtype)
     tile = np.empty((sequences.stop - sequences.start, heads.stop - heads.start, len(rows), len(columns)), dtype)
     if not tile.size:
         return tile
@@ -49,23 +47,10 @@ def read_pairs(dataset, sequences, heads, rows, columns):
             for first in range(0, len(of_rows), most):
                 some = of_rows[first : first + most]
                 starts = sequences.start, heads.start, some[0], of_columns[0]
-                shape = *tile.shape[:2], len(some), width
-                piece = _read(dataset, starts, shape, (1, 1, some.step, 1))
-                tile[:, :, r, c][:, :, first : first + len(some)] = piece[..., :: of_columns.step]
+                shape = *tile.shape[:2], len(some), len(of_columns)
+                piece = numbers.read(starts, shape, steps=(1, 1, some.step, of_columns.step))
+                tile[:, :, r, c][:, :, first : first + len(some)] = piece
     return tile
-
-
-def _read(dataset, starts, shape, steps):
-    """The elements of a dataset from the indices `starts` on, some steps apart."""
-    array = np.empty(shape, np.dtype(hdf5.dtype_of(dataset)))
-    stored = dataset.id.get_space()
-    stored.select_hyperslab(starts, shape, steps)
-    kind = dataset.id.get_type()
-    if not isinstance(kind, h5py.h5t.TypeOpaqueID):
-        kind = hdf5.stored_type(array.dtype)
-    plain = array.view(np.uint16) if array.dtype.name == "bfloat16" else array
-    dataset.id.read(h5py.h5s.create_simple(shape), stored, plain, kind)
-    return array
 
 
 class Place(NamedTuple):

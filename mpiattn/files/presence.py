@@ -3,12 +3,34 @@
 Links are followed here one by one before HDF5 follows them, which would wait for ever where one leads to a pipe.
 """
 
+import importlib
 import os
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from math import prod
 
 import h5py
 
+# Filters that HDF5 does not have itself, by the numbers that the HDF Group gives them.
+FILTERS = {
+    4: "szip",
+    305: "LZO",
+    307: "bzip2",
+    32000: "LZF",
+    32001: "Blosc",
+    32003: "Snappy",
+    32004: "LZ4",
+    32008: "Bitshuffle",
+    32013: "ZFP",
+    32014: "fpzip",
+    32015: "Zstandard",
+    32017: "SZ",
+    32018: "FCIDECOMP",
+    32022: "BitGroom",
+    32023: "Granular BitRound",
+    32024: "SZ3",
+    32026: "Blosc2",
+    32028: "SPERR",
+}
 LINKS = 16  # of more, one after another, HDF5 finds nothing either
 
 
@@ -139,6 +161,35 @@ def _check_all_there(data, name, links):
         chunks, written = prod(-(-n // of) for n, of in zip(data.shape, data.chunks)), data.id.get_num_chunks()
         if written < chunks:
             raise AbsentError(f"only {written} of {chunks} chunks of its dataset {name!r} were ever written")
+        _check_filters(data, name, how)
+
+
+def _check_filters(data, name, how):
+    """Raise AbsentError if HDF5 lacks a filter that has made the chunks of a dataset, for example a compression."""
+    for i in range(how.get_nfilters()):
+        number, *_, in_words = how.get_filter(i)
+        if not _has_filter(number) and not _reads(data):
+            known = FILTERS.get(number) or in_words.decode(errors="replace") or "unknown"
+            raise AbsentError(
+                f"its dataset {name!r} needs the filter {known} (number {number}), which this HDF5 does not have; "
+                "install the package hdf5plugin, or name the folder of the filter's library in HDF5_PLUGIN_PATH"
+            )
+
+
+def _has_filter(number):
+    if not h5py.h5z.filter_avail(number):
+        with suppress(ImportError):
+            importlib.import_module("hdf5plugin")  # which hands its filters to HDF5
+    return h5py.h5z.filter_avail(number)
+
+
+def _reads(data):
+    """Whether an element can be read: a writer may leave out a filter that is optional."""
+    try:
+        data[(0,) * data.ndim]
+    except OSError:
+        return False
+    return True
 
 
 def _check_virtual(data, name, links):

@@ -9,7 +9,8 @@ from ..errors import FileError
 from ..problem.problem import ITEMSIZE
 from . import grids
 from .attributes import dim_of, has, text_of
-from .hdf5 import AXES, check_is_file, contents, dataset_of, dtype_of, file_errors, listing, natural, token_axis
+from .hdf5 import AXES, check_is_file, contents, dataset_of, file_errors, listing, natural, token_axis
+from .numbers import Numbers
 
 INPUTS = ("q", "k", "v")
 
@@ -76,22 +77,22 @@ def shapes_of(group, path, axes=None, backward=False, names=None, grid=None):
     names = names or {}
     with file_errors("IN", path, "read"):
         tensors, value_dim, order = {}, None, order_of(group, "IN", axes, path)
+        axis = token_axis((), order or AXES[0])
         shared = has(group, "value_dim") and dataset_of(group, names.get("v", "v")) is None
         for name in (*(("q", "k") if shared else INPUTS), *["dout"] * backward):
             dataset = names.get(name, name)
-            data = dataset_of(group, dataset)
-            if data is None:
+            numbers = Numbers.of(group, dataset)
+            if numbers is None:
                 needs = "q, k and v, and dout for gradients" if backward else "q, k and v"
                 raise FileError(
                     f"IN is {str(path)!r}; it has no dataset {dataset!r}, it must have {needs}, or "
                     f"datasets that --names names; it has{listing(contents(group)) or ' none'}"
                 )
-            shape = grids.flat(data.shape, token_axis(data.shape, order or AXES[0]), grid)
-            tensors[name] = shape, dtype_of(data)
+            tensors[name] = grids.flat(numbers.shape, axis, grid), numbers.dtype
         if shared:
             shape, _ = tensors["k"]
             value_dim = dim_of(group, "value_dim", "IN", path, shape[-1]) if shape else 0
-    fitting = grids.fitting([shape for shape, _ in tensors.values()], token_axis((), order or AXES[0]), grid)
+    fitting = grids.fitting([shape for shape, _ in tensors.values()], axis, grid)
     problem = problem_of("IN", path, tensors, order or AXES[0], value_dim, fitting)
     if order is None:
         check_order("IN", path, tensors["q"][0], tensors["k"][0])

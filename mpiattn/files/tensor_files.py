@@ -18,6 +18,7 @@ import numpy as np
 from ..errors import FileError
 from ..problem.problem import dtype_name
 from . import hdf5
+from .numbers import Numbers, missing_error
 from .presence import missing_source
 
 KINDS = ".npy, .npz, safetensors, PyTorch (.pt) and HDF5"
@@ -28,12 +29,13 @@ class Tensor(NamedTuple):
     """A tensor in an open file.
 
     dtype: its name.  read: read((*indices, slice)) returns the elements at leading indices and a slice of the next
-    axis, in that dtype.
+    axis, in that dtype.  check: raises FileError if numbers that were read are missing.
     """
 
     shape: tuple
     dtype: str
     read: Callable
+    check: Callable = lambda: None
 
 
 def pieces(shape, limit):
@@ -46,15 +48,15 @@ def pieces(shape, limit):
 
 
 @contextlib.contextmanager
-def open_tensors(path, argument="IN"):
+def open_tensors(path, argument="IN", missing="error"):
     """Open a file and give its tensors by name, a dict; the tensor of a .npy file is named after the file.
 
-    Raises FileError, which names the argument.
+    missing: as of `mpiattn.files.input.Input`.  Raises FileError, which names the argument.
     """
     hdf5.check_is_file(argument, path)
     with contextlib.ExitStack() as stack:
         with _errors(argument, path):
-            tensors = _open(path, argument, stack)
+            tensors = _open(path, argument, missing, stack)
         with _errors(argument, path):
             yield tensors
 
@@ -68,7 +70,7 @@ def _errors(argument, path):
         raise FileError(f"{argument} is {str(path)!r}; it cannot be read: {error}") from error
 
 
-def _open(path, argument, stack):
+def _open(path, argument, missing, stack):
     with open(path, "rb") as file:
         start = file.read(9)
     if start.startswith(b"\x93NUMPY"):
@@ -87,10 +89,12 @@ def _open(path, argument, stack):
     if h5py.is_hdf5(path):
         file = stack.enter_context(h5py.File(path, "r"))
         return {
-            name: _of_dataset(file, name, *shape_and_dtype, argument)
-            for name, shape_and_dtype in hdf5.contents(file).items()
+            name: _of_dataset(file, name, data, argument, missing)
+            for name, data in hdf5.members(file)
+            if isinstance(data, h5py.Dataset)
         }
-    raise FileError(f"{argument} is {str(path)!r}; it is none of {KINDS}")
+    why = hdf5.NETCDF3 if hdf5.is_netcdf3(path) else f"it is none of {KINDS}"
+    raise FileError(f"{argument} is {str(path)!r}; {why}")
 
 
 def _stem(path):
@@ -142,21 +146,32 @@ def not_there(path, name):
         return missing_source(file, name)
 
 
-def _of_dataset(file, name, shape, dtype, argument):
+def _of_dataset(file, name, data, argument, missing):
+    shape = data.shape
+
     @cache
-    def dataset():
-        """Looked up when it is read first: what is missing of a dataset that nobody reads does not matter."""
+    def numbers():
+        """Looked up when they are read first: what is wrong with a dataset that nobody reads does not matter."""
         with hdf5.file_errors(argument, file.filename, "read"):
-            return hdf5.dataset_of(file, name)
+            return Numbers.of(file, name)
 
     def read(index):
         *leading, last = index
         starts = (*leading, last.start, *[0] * (len(shape) - len(index)))
         count = last.stop - last.start
-        array = hdf5.read(dataset(), starts, (*[1] * len(leading), count, *shape[len(index) :]))
+        array = numbers().read(starts, (*[1] * len(leading), count, *shape[len(index) :]))
         return array.reshape(count, *shape[len(index) :])
 
-    return Tensor(shape, dtype, read)
+    def check():
+        count, first = numbers().take_missing()
+        if count and missing == "error":
+            raise missing_error(argument, file.filename, [numbers().missing_text(name, count, first)])
+
+    try:
+        dtype = Numbers(data).dtype
+    except ValueError:
+        dtype = hdf5.dtype_of(data)
+    return Tensor(shape, dtype, read, check)
 
 
 def _missing(argument, path, kind, package):
