@@ -177,7 +177,7 @@ def test_pythonhome_of_another_python_is_named(tmp_path):
 
 @pytest.mark.parametrize("own", [False, True])
 def test_signals_are_the_programs(tmp_path, own):
-    """No handler is changed; a handler of the program ends a call, but none that comes later; Ctrl-C ends the program."""
+    """No handler is changed; a handler of the program ends a call, but no later one; Ctrl-C ends the program."""
     program = compiled(tmp_path, SOURCES / "signals.c", options=["-std=c99"])
     outcome = launch.mpirun(2, [program, *(["own"] if own else [])], check=False)
     statuses = results(outcome.stdout)
