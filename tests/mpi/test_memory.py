@@ -105,7 +105,8 @@ def test_a_limit_of_one_rank_names_the_rank(comm, at_least, left):
 def test_advice_is_followed(comm, at_least, left, direction):
     """The plan that is made with the max_memory of the message needs no more than is left, whatever that is."""
     at_least(2)
-    how = {**SHAPE, "direction": direction, "schedule": "collective", "window": (200, 0)}
+    # which plan is fastest, and so whether a smaller one is left to advise, depends on the kernels of the processor
+    how = {**SHAPE, "direction": direction, "schedule": "collective", "window": (200, 0), "backend": "numpy"}
     total, _ = needed(comm, **how)
     advised = 0
     for share in (0.95, 0.8, 0.6, 0.4):
