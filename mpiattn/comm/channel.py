@@ -48,15 +48,15 @@ class Channel:
         self.broken, self._answers, self._sending, self._alarmed = False, {}, [], False
         # Every thread that waits reads all channels, while another may close this one and free its communicator.
         # A signal's handler may come in between and close it too, in the same thread.
-        self._turn, self._open = threading.RLock(), comm.size > 1
-        if self._open:
+        self._turn, self._open = threading.RLock(), True
+        if comm.size > 1:
             _channels.append(self)
 
     def close(self):
         """Stop listening; call it before the communicator is freed."""
         with self._turn:
-            if self._open:
-                self._open = False
+            self._open = False
+            if self in _channels:
                 _channels.remove(self)
 
     def name(self, rank):
