@@ -104,7 +104,7 @@ def test_numbers_of_the_header():
     values = {name: int(value) for name, value in re.findall(r"MPIATTN_(\w+) = (\d+)", header)}
     assert {name.upper(): number for number, name in arrays.NAMES.items()}.items() <= values.items()
     errors = [name for name in values if name.startswith("ERR_")]
-    assert [values[name] for name in errors] == [*range(1, 11)] and [values["ERR_FILE"], values["ERR_OTHER"]] == [
+    assert [values[name] for name in errors] == [*range(1, 12)] and [values["ERR_FILE"], values["ERR_OTHER"]] == [
         status.FILE,
         status.OTHER,
     ]

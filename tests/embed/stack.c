@@ -16,7 +16,8 @@ static void* work(void* unused) {
     mpiattn_array arrays[4];
     for (int i = 0; i < 4; i++)
         arrays[i] = mpiattn_array_4d(memory[i], MPIATTN_FLOAT32, 1, 64, 1, 8);
-    int status = mpiattn_plan_create_text(MPI_Comm_c2f(MPI_COMM_WORLD), "grid=8x8, dims=1, heads=1, head_dim=8, mask=neighborhood 3x3", &plan);
+    int status = mpiattn_plan_create_text(MPI_Comm_c2f(MPI_COMM_WORLD),
+                                          "grid=8x8, dims=1, heads=1, head_dim=8, mask=neighborhood 3x3", &plan);
     says("plan", status);
     if (status)
         return NULL;

@@ -184,9 +184,8 @@ static int start_python(void) {
     PyConfig_Clear(&config);
     if (PyStatus_Exception(status)) {
         failed = 1;
-        return fail(MPIATTN_ERR_PYTHON,
-                    "Python %s does not start as %s: %s; MPIATTN_PYTHON may be of another Python%s", PY_VERSION, path,
-                    status.err_msg ? status.err_msg : "no reason given", about_home());
+        return fail(MPIATTN_ERR_PYTHON, "Python %s does not start as %s: %s; MPIATTN_PYTHON may be of another Python%s",
+                    PY_VERSION, path, status.err_msg ? status.err_msg : "no reason given", about_home());
     }
     PyEval_SaveThread();  // every call takes the lock anew
     return MPIATTN_OK;
@@ -285,8 +284,9 @@ static int64_t stack_left(void) {
 /* Starts Python, if nobody has; the status. */
 static int python_runs(void) {
     if (ended)
-        return fail(MPIATTN_ERR_PYTHON,
-                    "the host program has ended Python (Py_Finalize), in which mpiattn ran; end it after the last call");
+        return fail(
+            MPIATTN_ERR_PYTHON,
+            "the host program has ended Python (Py_Finalize), in which mpiattn ran; end it after the last call");
     const int64_t room = stack_left();
     if (room < STACK_NEEDED)
         return fail(MPIATTN_ERR_PYTHON,

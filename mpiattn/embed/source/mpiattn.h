@@ -123,8 +123,8 @@ MPIATTN_API const char* mpiattn_last_error(void);
 MPIATTN_API int64_t mpiattn_failed_ranks(int64_t most, int64_t* ranks);
 
 /* Prints the last error of this thread on stderr, for a program that then ends all ranks with MPI_Abort.  rank: of this
- * process among those that make the call.  All ranks may have the same error, or one rank its own: rank 0 prints at once,
- * the others after a second, and after three where another rank failed.  Not collective. */
+ * process among those that make the call.  All ranks may have the same error, or one rank its own: rank 0 prints at
+ * once, the others after a second, and after three where another rank failed.  Not collective. */
 MPIATTN_API void mpiattn_print_error(int rank);
 
 /* Ends the call that this process is in, if there is one, with MPIATTN_ERR_INTERRUPT; the other ranks get
