@@ -35,6 +35,7 @@ MOST = 1.1  # that the weights of a row may add up to; a part of them adds up to
 HASHED = 2**16  # bytes of an lse; the bits of a longer one are added up
 LARGE = 64  # numbers of an array that is not kept
 ROUNDING = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-20, "float64": 2**-50}  # of scores, as back ends do it
+KEPT = 2**-8  # of an lse that was kept in 16 bits
 FAR = 0.25  # of a row's largest number: how far an element of out may be off, as where it was kept in 8 bits
 
 
@@ -97,6 +98,8 @@ class Returned:
         with_options = [call for call in alike if call.options == options]
         fitting = [call for call in with_options if self._see_same(call.documents, documents)]
         if not fitting:
+            if not self._seen(documents)[1].any():  # a part of merged results, or nothing: no gradient comes of it
+                return
             (call,) = with_options[-1:] or alike[-1:]
             names = {**call.options, **options}
             name = next((name for name in names if call.options.get(name) != options.get(name)), DOCUMENTS)
@@ -118,11 +121,14 @@ class Returned:
         """Whether this rank's queries see the same keys with either documents, which may be named in two ways."""
         if documents is others:
             return True
-        queries, seen = self._layouts[0].positions(self._chunk), []
-        for groups in (documents, others):
-            lo, hi = self._problem.whole_mask.key_intervals(queries, groups)
-            seen += [np.where(lo < hi, lo, 0), np.where(lo < hi, hi, 0)]
-        return bool(np.all(seen[0] == seen[2]) and np.all(seen[1] == seen[3]))
+        sides = zip(self._seen(documents), self._seen(others))
+        return all(np.all(side == other) for side, other in sides)
+
+    def _seen(self, documents: Sequence[Group] | None) -> tuple[NDArray[Any], NDArray[Any]]:
+        """The keys that this rank's queries see: where intervals begin and end, both 0 of one without keys."""
+        queries = self._layouts[0].positions(self._chunk)
+        lo, hi = self._problem.whole_mask.key_intervals(queries, documents)
+        return np.where(lo < hi, lo, 0), np.where(lo < hi, hi, 0)
 
     def _check_rows(self, arrays: dict[str, Array], activity: Activity, options: dict[str, Any]) -> None:
         """Raise ArgumentError if the weights of a row and of some of this rank's keys add up to more than all may."""
@@ -143,6 +149,7 @@ class Returned:
                 scores = p.softcap * np.tanh(scores / p.softcap)
             weights = np.where(seen, np.exp(scores - lse[:, None]), 0).sum(axis=1)
             rounding = abs(p.scale) * (abs(q) @ abs(k).T).max(axis=1, initial=0) * ROUNDING[p.dtype]
+            rounding += abs(lse) * KEPT
             wrong = np.isfinite(lse) & (weights > MOST * np.exp(rounding))
         wrong &= arrays["dout"][0, rows, 0].any(axis=-1)  # other rows have no gradient
         if wrong.any():
@@ -157,11 +164,14 @@ class Returned:
 
 def _fingerprint(lse: Array) -> int | None:
     """A number by which an lse is known; None if it says nothing, or if a look would wait for a device."""
-    if type(lse) is not np.ndarray or not lse.size or lse.item(0) == lse.item(-1) == -np.inf:  # maybe all see nothing
+    if type(lse) is not np.ndarray or not lse.size:
+        return None
+    if lse.item(0) == -np.inf and lse.max() == -np.inf:  # all see nothing; most begin with a number
         return None
     if lse.nbytes <= HASHED:
         return hash(lse.tobytes())
-    return int(np.add.reduce(lse.view(f"i{lse.itemsize}"), axis=None, dtype=np.int64))  # without a copy
+    sum_of_bits = np.add.reduce(lse.view(f"i{lse.itemsize}"), axis=None, dtype=np.int64)  # without a copy
+    return hash((int(sum_of_bits), lse[0, 0, _spread(lse[0, 0], KEYS)].tobytes()))  # the sum has no order
 
 
 def _others(options: dict[str, Any]) -> dict[str, Any]:
@@ -170,6 +180,8 @@ def _others(options: dict[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if value is None or name == DOCUMENTS or name in OF_BACKWARD:
             continue
+        if isinstance(value, list):  # of sinks, of which NaN is the same as NaN
+            value = AsGiven(repr(value), value)
         if isinstance(value, AsGiven) and isinstance(value.given, np.ndarray):
             given = value.given  # a view, perhaps, of something large that the caller frees or changes
             value = AsGiven(value.value, given.copy() if given.size <= LARGE else Words(f"another array {given.shape}"))
@@ -202,5 +214,6 @@ def _is_far(out: NDArray[Any], returned: NDArray[Any], dout: NDArray[Any]) -> bo
     if out.tobytes() == returned.tobytes():
         return False
     out, returned = out.astype(np.float64), returned.astype(np.float64)
-    off = abs(out - returned) > FAR * abs(returned).max(axis=-1, keepdims=True)
+    with np.errstate(invalid="ignore"):  # of infinite numbers
+        off = abs(out - returned) > FAR * abs(returned).max(axis=-1, keepdims=True)
     return bool((off.any(axis=-1) & dout.any(axis=-1) & returned.any(axis=-1)).any())

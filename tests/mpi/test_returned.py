@@ -326,6 +326,47 @@ def test_values_that_are_not_finite(plan):
         plan.backward(given[3], *given[:3], out, lse + np.float32(1e-3))
 
 
+@pytest.mark.parametrize("sink", [np.nan, np.inf, -np.inf])
+def test_sinks_that_are_not_finite(plan, sink):
+    """NaN is the same as NaN."""
+    right(plan, [(chunks(plan), {"sinks": np.array([sink, 0, 1, 2], np.float32)})], (0,))
+
+
+@pytest.mark.filterwarnings("error")
+def test_infinite_results_that_were_rounded(plan):
+    q, k, v, dout = chunks(plan)
+    v[:, :, :, 0] = np.inf
+    out, lse = plan.forward(q, k, v)
+    plan.backward(dout, q, k, v, out.astype("float16").astype("float32"), lse)
+
+
+def test_an_lse_that_was_kept_in_16_bits(plan):
+    import ml_dtypes
+
+    q, k, v, dout = chunks(plan)
+    for size in (10, 11, 12, 13):
+        out, lse = plan.forward(size * q, size * k, v)
+        plan.backward(dout, size * q, size * k, v, out, lse.astype(ml_dtypes.bfloat16).astype(lse.dtype))
+
+
+def test_batch_entries_in_another_order(comm):
+    """Of an lse so long that its bits are added up: the same ones have the same sum in any order."""
+    with MeshAttention(comm, **{**PLAN, "seqlen": 5000 * comm.size}, causal=True, window=(9, 0)) as plan:
+        q, k, v, dout = chunks(plan)
+        out, lse = plan.forward(q, k, v)
+        dout, q, k, v, out, lse = (array[::-1] for array in (dout, q, k, v, out, lse))
+        plan.backward(dout, q, k, v, out, lse)
+
+
+def test_a_part_of_merged_results_that_sees_nothing(plan):
+    """The lse of both parts is then that of the other one, which had other options."""
+    q, k, v, dout = chunks(plan)
+    nothing = {"lengths": [0, 0]}
+    out, lse = merge(*plan.forward(q, k, v, sinks=OTHERS), *plan.forward(q, v, k, **nothing))
+    for part, call in (((k, v), {"sinks": OTHERS}), ((v, k), nothing)):
+        plan.backward(dout, q, *part, out, lse, **call)
+
+
 def test_little_is_kept(comm):
     """No array of the caller or of a result stays alive."""
     with MeshAttention(comm, **PLAN) as plan:
