@@ -176,6 +176,25 @@ def test_without_a_launcher(tmp_path, command, moment, number):
     assert (tmp_path / "out.h5").exists() == (moment in LATE) and not list(tmp_path.glob(".*"))
 
 
+THREAD = """
+import sys, threading
+from mpiattn.cli import main
+codes = []
+thread = threading.Thread(target=lambda: codes.append(main(sys.argv[1:])))
+thread.start()
+thread.join()
+sys.exit(*codes)
+"""
+
+
+def test_a_command_in_a_thread(tmp_path):
+    """Python lets the main thread alone set handlers."""
+    source, out = write_input(tmp_path / "in.h5"), tmp_path / "out.h5"
+    command = [sys.executable, "-c", THREAD, "run", source, out]
+    subprocess.run([*map(str, command)], env=launch.environment(), timeout=launch.patience(60), check=True)
+    assert_right(source, out)
+
+
 SLOW = """
 import os, sys, time
 from mpiattn.files.unfinished import Unfinished

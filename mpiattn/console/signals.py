@@ -3,6 +3,7 @@
 This is the first module that a command loads, so it needs little else.
 """
 
+import contextlib
 import signal
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -37,11 +38,13 @@ def restore(before):
 
 
 def set_again():
-    """Set the handlers that Python knows of: MPICH's start replaces that of SIGHUP where there is no launcher."""
-    for number in NUMBERS:
-        handler = signal.getsignal(number)
-        if handler is not None:
-            signal.signal(number, handler)
+    """Set the handlers that Python knows of: MPICH's start replaces that of SIGHUP where there is no launcher.
+
+    Does nothing outside of the main thread, as `handle`.
+    """
+    known = {number: signal.getsignal(number) for number in NUMBERS}
+    with contextlib.suppress(ValueError):
+        restore({number: handler for number, handler in known.items() if handler is not None})
 
 
 def in_words(number):
