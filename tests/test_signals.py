@@ -98,11 +98,14 @@ sys.exit(mpiattn.cli.main())
 """
 
 
-def run(folder, moment, victim, target, number, *options):
-    """A launch in which a rank or the launcher gets a signal; (code, lines of mpiattn, standard error)."""
+def run(folder, moment, victim, target, number, *options, before=()):
+    """A launch in which a rank or the launcher gets a signal; (code, lines of mpiattn, standard error).
+
+    before: words of each rank's command that come before Python.
+    """
     launch.require_launch()
     source = write_input(folder / "in.h5")
-    rank = [sys.executable, "-c", DRIVER, moment, victim, target, int(number)]
+    rank = [*before, sys.executable, "-c", DRIVER, moment, victim, target, int(number)]
     command = [launch.mpiexec(), "-n", RANKS, *rank, "run", source, folder / "out.h5", *options]
     outcome = launch.limited(
         ["sh", "-c", 'LAUNCHER=$$ exec "$@"', "sh", *command], timeout=40, env=launch.environment(), check=False
@@ -127,6 +130,15 @@ def test_a_signal_to_a_rank(tmp_path, moment, number, resume):
     assert code == 128 + number and line.startswith(f"mpiattn run: {how}"), wrote
     assert out.exists() == (moment in LATE)
     assert ("OUT was not written" in line) == (moment not in LATE)
+
+
+@pytest.mark.draw(1)
+@pytest.mark.parametrize("moment", ["started", "write"])
+def test_nobody_reads_the_message(tmp_path, moment):
+    """The code is that of the signal all the same."""
+    before = ["sh", "-c", 'exec "$@" 2>&-', "sh"]
+    assert run(tmp_path, moment, 1, "rank", signal.SIGTERM, before=before)[0] == 128 + signal.SIGTERM
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.h5"]
 
 
 @pytest.mark.draw(2)

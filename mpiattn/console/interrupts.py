@@ -46,8 +46,7 @@ def handled(command, makes, speaks, waits):
         if waits:
             _tell(_world, story, number)
         elif speaks:
-            with contextlib.suppress(OSError):
-                write_story(story)
+            write_story(story)
         # last: until the job ends, rank 0 goes on, and would fail for another reason without its files
         partial_files.discard_all()
         output_lock.remove_all()

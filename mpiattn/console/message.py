@@ -44,9 +44,10 @@ def print_any_text():
 
 
 def write_story(story):
-    """Print a story on standard error by one write, so that output of ranks does not mix."""
+    """Print a story on standard error by one write, so that output of ranks does not mix; if nobody reads, do not."""
     encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
-    os.write(2, story.encode(encoding, ESCAPED))
+    with contextlib.suppress(OSError):
+        os.write(2, story.encode(encoding, ESCAPED))
 
 
 def claim(launcher):
