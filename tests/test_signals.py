@@ -71,11 +71,14 @@ class Loading:
                 from mpi4py import MPI
                 start = MPI.Init_thread
                 def struck(*given):
-                    if not os.fork():  # this rank waits for the others in MPI's start then
+                    rank, child = os.getpid(), os.fork()
+                    if not child:  # this rank waits for the others in MPI's start then
                         time.sleep(0.3)
-                        send(os.getppid())
+                        send(rank)
                         os._exit(0)
-                    return start(*given)
+                    level = start(*given)
+                    os.waitpid(child, 0)  # a rank that is alone starts sooner
+                    return level
                 MPI.Init_thread = struck
 
 if launch_rank() == int(victim):

@@ -38,7 +38,7 @@ def restore(before):
 
 
 def set_again():
-    """Set the handlers that Python knows of: MPICH's start replaces that of SIGHUP where there is no launcher.
+    """Set the handlers that Python knows of: MPI's start may replace them, as MPICH's does that of SIGUSR1.
 
     Does nothing outside of the main thread, as `handle`.
     """

@@ -1,5 +1,6 @@
 """Starts MPI: after the arguments are parsed, and with a time limit."""
 
+import os
 import socket
 
 from . import interrupts, witness
@@ -16,6 +17,8 @@ def defer(wanted=True):
     """Let `start` start MPI instead of the first import of mpi4py.MPI; wanted=False undoes this."""
     import mpi4py
 
+    if wanted:
+        os.environ.setdefault("UCX_DEBUG_SIGNO", "0")  # else UCX, once MPI loads it, takes SIGHUP for its debug mode
     mpi4py.rc.initialize = not wanted
     if mpi4py.rc.finalize is None:
         mpi4py.rc.finalize = True
