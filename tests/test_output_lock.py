@@ -189,12 +189,42 @@ def test_the_file_is_removed_while_it_is_taken(out, monkeypatch):
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks(out, monkeypatch, code):
-    """It refuses nobody; each job has a partial of its own."""
+def test_a_file_system_without_locks(out, monkeypatch, caplog, code):
+    """It refuses nobody, and who comes second hears of the first; each job has a partial of its own."""
     monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(code, os.strerror(code))))
-    first, second = take(out), take(out)
+    first = take(out)
+    assert caplog.messages == []
+    second = take(out)
+    (note,) = caplog.messages
+    assert note.startswith(f"mpiattn: process {os.getpid()} of ") and "has been writing it since" in note
+    assert note.endswith(f", or was killed: '{out.parent / LOCK}' cannot be locked on its file system")
     finish(first)
     finish(second)
+    assert left_in(out.parent) == ["out.h5"]
+
+
+def test_nfs_locks_of_other_users(out, monkeypatch):
+    """Their files are open for reading alone, and then NFS gives no exclusive lock."""
+    opened, flock = os.open, fcntl.flock
+
+    def of_another_user(path, flags, *mode):
+        if os.path.exists(path) and str(path).endswith(LOCK) and flags & os.O_ACCMODE != os.O_RDONLY:
+            raise PermissionError(errno.EACCES, "not yours", path)
+        return opened(path, flags, *mode)
+
+    def of_nfs(handle, how):
+        reads = fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        if reads and how & fcntl.LOCK_EX:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(handle, how)
+
+    monkeypatch.setattr(os, "open", of_another_user)
+    monkeypatch.setattr(fcntl, "flock", of_nfs)
+    first = take(out)
+    assert "has been writing it since" in refused(out)
+    finish(first)
+    (out.parent / LOCK).write_text("mpiattn: job 1, which was killed")
+    finish(take(out))
     assert left_in(out.parent) == ["out.h5"]
 
 

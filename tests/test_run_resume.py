@@ -359,6 +359,18 @@ def test_a_run_without_resume_says_that_results_are_there(half):
     assert kinds(half / "out.h5.unfinished") == [".0.json", ".h5"]
 
 
+def test_a_folder_without_results_is_not_said_to_hold_any(tmp_path, caplog):
+    """A run left it that was killed as it began the folder, or at its very end."""
+    folder = tmp_path / "out.h5.unfinished"
+    folder.mkdir()
+    (folder / "0123abcd.0.json").write_text("{}")
+    unfinished.note_unused(tmp_path / "out.h5")
+    assert caplog.messages == []
+    (folder / "0123abcd.h5").touch()
+    unfinished.note_unused(tmp_path / "out.h5")
+    assert len(caplog.messages) == 1
+
+
 # The command line, which says what is put on the disk, and how many reports there are then.
 DISK = """
 import os, sys

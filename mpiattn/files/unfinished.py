@@ -239,8 +239,9 @@ class _File(NewFile):
 def note_unused(path):
     """Say that an earlier run with --resume has left results, of which a run without it takes no notice."""
     folder = f"{os.path.realpath(path)}.unfinished"
-    if os.path.isdir(folder):
-        note_file("mpiattn: %r holds results of a run with --resume, which this run leaves there unused", folder)
+    with contextlib.suppress(OSError):  # no folder, or another user's
+        if any(name.endswith(".h5") for name in os.listdir(folder)):
+            note_file("mpiattn: %r holds results of a run with --resume, which this run leaves there unused", folder)
 
 
 def _short(value):

@@ -2,10 +2,11 @@
 
 It is the system's own lock (flock) of a hidden file beside the output, .NAME.lock, whose text says who writes.  One
 process of a job has it, and the system takes it back when that process ends, in whatever way.  So a file that a killed
-job has left locks nothing.  A file system without locks refuses nobody.
+job has left locks nothing.  A file system without locks refuses nobody, but who comes second says whose file is there.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -15,6 +16,7 @@ import stat
 import time
 
 from . import partial_files
+from .logs import note_file
 
 BEGINS = "mpiattn: "  # how the text of a lock does
 BYTES = 1024  # that are read of it
@@ -64,14 +66,15 @@ class OutputLock:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             return f"its lock {self.path!r} is no file; give another name, or remove it"
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = _lock(handle)
         except BlockingIOError:
             owner = _text(handle).removeprefix(BEGINS) or "another process is writing it"
             return f"{owner}; give another name, or wait for its end"
-        except OSError:
-            pass  # a file system without locks
-        if not (BEGINS.startswith(_text(handle)) or _text(handle).startswith(BEGINS)):
+        text = _text(handle)
+        if not (BEGINS.startswith(text) or text.startswith(BEGINS)):
             return f"its lock {self.path!r} is no lock of mpiattn; give another name, or remove it"
+        if text and not locked:
+            note_file("%s, or was killed: %r cannot be locked on its file system", text, self.path)
         return None
 
 
@@ -104,6 +107,21 @@ def _open(path):
         return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o644)  # for those who are refused to read it
     except (PermissionError, IsADirectoryError):
         return os.open(path, os.O_RDONLY | flags)  # of another user
+
+
+def _lock(handle):
+    """Lock an open file; whether its file system has locks.  Raises BlockingIOError if another process has this one."""
+    for how in (fcntl.LOCK_EX, fcntl.LOCK_SH):
+        try:
+            fcntl.flock(handle, how | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            # NFS grants a shared lock alone of a file that cannot be written
+            if error.errno != errno.EBADF:
+                break
+    return False
 
 
 def _is_at(handle, path):
