@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -353,6 +354,56 @@ def test_a_signal_before_a_problem_is_finished(tmp_path, number):
     assert [path.name for path in tmp_path.iterdir()] == ["in.h5"]
 
 
+# The command line, in which a rank gets SIGTERM while rank 0 puts the folder on the disk, which takes long.
+SLOW_DISK = """
+import os, signal, sys, time
+from pathlib import Path
+victim, pid, *arguments = sys.argv[1:]
+from mpiattn.cli import main
+from mpiattn.console import witness
+from mpiattn.system.launch_variables import launch_rank
+witness.watch(launch_rank())
+if launch_rank() == int(victim):
+    Path(pid).write_text(str(os.getpid()))
+fsync = os.fsync
+def slow(handle):
+    if os.readlink(f"/proc/self/fd/{handle}").endswith(".unfinished"):
+        os.fsync = fsync
+        os.kill(int(Path(pid).read_text()), signal.SIGTERM)
+        time.sleep(30)
+    fsync(handle)
+os.fsync = slow
+sys.exit(main(arguments))
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_signal_when_a_problem_has_just_been_finished(tmp_path, victim):
+    """What stays, which is as large as OUT, is always told."""
+    source = write_problems(tmp_path / "in.h5", {"a": {"seqlen": 30}, "b": {"seqlen": 30}})
+    program = [sys.executable, "-c", SLOW_DISK, victim, tmp_path / "pid"]
+    outcome = mpirun(2, [*program, "run", source, tmp_path / "out.h5", "--resume"], check=False)
+    assert outcome.returncode == 143 and outcome.stderr.count("; 1 of 2 problems are in ") == 1, outcome
+    assert kinds(tmp_path / "out.h5.unfinished") == [".0.json", ".h5"]
+
+
+def test_a_partial_that_cannot_be_moved_goes(half, monkeypatch):
+    shutil.rmtree(half / "out.h5.unfinished")
+    file = _File(half / "out.h5", half / "in.h5", {})
+    replace = os.replace
+
+    def refuse(source, target):
+        if target.endswith(".h5"):
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(FileError, match="quota"):
+        file.add("a", {})
+    file.discard()
+    assert [path.name for path in half.iterdir()] == ["in.h5"]
+
+
 def test_a_run_without_resume_says_that_results_are_there(half):
     said = mpirun(1, [sys.executable, "-m", "mpiattn", "run", half / "in.h5", half / "out.h5"]).stderr
     assert said.count("unfinished' holds results of a run with --resume, which this run leaves there unused") == 1
@@ -392,7 +443,7 @@ def test_what_reports_say_is_on_the_disk(tmp_path):
     (tmp_path / "out").mkdir()
     program = [sys.executable, "-c", DISK, "run", source, tmp_path / "out/out.h5", "--resume"]
     said = [line.split()[1:] for line in mpirun(1, program).stderr.splitlines() if line.startswith("disk: ")]
-    first = [["partial", "0"], ["draft", "0"], ["unfinished", "1"], ["unfinished", "1"], ["out", "1"]]
+    first = [["partial", "0"], ["draft", "0"], ["unfinished", "1"], ["out", "1"]]
     second = [["h5", "1"], ["draft", "1"], ["unfinished", "2"]]
     assert said == [*first, *second, ["h5", "2"], ["out", "2"]]
 

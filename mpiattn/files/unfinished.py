@@ -86,7 +86,8 @@ class Unfinished:
             self._finish(problem)
 
         from_rank_0(self._peers, note)
-        self._finish(problem)
+        self._finish(problem)  # at once: a signal may end the run while the disk is waited for
+        from_rank_0(self._peers, lambda: self.file.sync())
 
     def _finish(self, problem):
         self.finished.add(problem)
@@ -209,15 +210,20 @@ class _File(NewFile):
         if self.reports and not os.path.exists(self.partial):
             raise FileNotFoundError(f"{self.partial!r} is no longer there: another job has removed it")
         os.replace(draft, self._path_of(self._run, f"{len(self.reports)}.json"))
-        sync(self.folder)
 
     def _move(self):
         """Move the file into the folder, from which on it is kept."""
-        partial, self.partial = self.partial, self._path_of(self._run, "h5")
-        os.replace(partial, self.partial)
-        partial_files.discard(partial)  # which is not there any more
-        sync(self.folder)
-        sync(os.path.dirname(self.folder))
+        kept = self._path_of(self._run, "h5")
+        os.replace(self.partial, kept)
+        partial_files.discard(self.partial)  # which is not there any more
+        self.partial = kept
+
+    def sync(self):
+        """Put on the disk which files there are."""
+        with file_errors("OUT", self.path, "written"):
+            sync(self.folder)
+            if len(self.reports) == 1:
+                sync(os.path.dirname(self.folder))
 
     def publish(self):
         """Give the file its name, and remove the folder."""

@@ -90,9 +90,9 @@ def settle(path):
 
 def remove(path):
     """Remove the file of a lock that is no longer needed."""
-    settle(path)
     with contextlib.suppress(OSError):
         os.unlink(path)
+    settle(path)
 
 
 def remove_all():
