@@ -168,11 +168,20 @@ def test_the_interpreter_and_the_mpi_are_found_or_named(tmp_path):
     assert status == 5 and "the host program has" in text and "install mpi4py for the host program's MPI" in text
 
 
-def test_pythonhome_of_another_python_is_named(tmp_path):
+@pytest.mark.parametrize(
+    "name, module",
+    [("PYTHONHOME", "none"), ("PYTHONPATH", "encodings"), ("PYTHONPATH", "sitecustomize"), ("PYTHONPATH", "numpy")],
+)
+def test_modules_of_another_python_are_named(tmp_path, name, module):
+    """The first call gives a status, and says which variable leads there; later calls do not get further."""
     program = compiled(tmp_path, SOURCES / "errors.c")
-    (home := tmp_path / "home").mkdir()
-    text = launch.mpirun(1, [program, "start"], env={"PYTHONHOME": str(home)}).stdout
-    assert f"PYTHONHOME is {home}: unset it" in text
+    (folder := tmp_path / "other").mkdir()
+    (folder / f"{module}.py").write_text("raise SystemExit('of another Python')\n")
+    statuses = results(launch.mpirun(1, [program], env={name: str(folder)}).stdout)
+    assert {statuses[case][0] for case in ("before MPI_Init", "start", "plan")} == {9}
+    assert f"{name} is {folder}: unset it if that is another Python's" in statuses["before MPI_Init"][1]
+    if module != "numpy":
+        assert statuses["plan"][1] == "Python did not start at the first call, and cannot be started again"
 
 
 @pytest.mark.parametrize("own", [False, True])

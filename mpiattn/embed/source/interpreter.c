@@ -23,6 +23,7 @@
 static atomic_bool busy;         // while a thread is inside a call
 static atomic_bool interrupted;  // the call that runs is to end
 static atomic_bool ended;        // the host program has ended Python
+static bool half_started;        // Python has tried to start and failed, also where it takes itself for running
 static PyObject* calls;          // the module mpiattn.embed.calls, once it is loaded
 static mpiattn_output output;
 static void* output_context;
@@ -141,20 +142,23 @@ static const char* interpreter(void) {
     return named && *named ? named : MPIATTN_BUILT_FOR;
 }
 
-/* Whether the environment sends Python to modules elsewhere, for an error of its start. */
-static const char* about_home(void) {
-    static char hint[1024];
-    const char* home = getenv("PYTHONHOME");
-    if (home)
-        snprintf(hint, sizeof hint, "; PYTHONHOME is %s: unset it if that is another Python's", home);
+/* The variables by which the environment sends Python to modules elsewhere, for an error of its start. */
+static const char* about_environment(void) {
+    static const char* const names[] = {"PYTHONHOME", "PYTHONPATH"};
+    static char hint[4096];
+    size_t length = 0;
+    hint[0] = 0;
+    for (int i = 0; i < 2 && length < sizeof hint; i++) {
+        const char* value = getenv(names[i]);
+        if (value && *value)
+            length += (size_t)snprintf(hint + length, sizeof hint - length,
+                                       "; %s is %s: unset it if that is another Python's", names[i], value);
+    }
     return hint;
 }
 
 static int start_python(void) {
-    static int failed;
     const char* path = interpreter();
-    if (failed)
-        return fail(MPIATTN_ERR_PYTHON, "Python did not start at the first call, and cannot be started again");
     if (access(path, X_OK))
         return fail(
             MPIATTN_ERR_PYTHON,
@@ -183,9 +187,9 @@ static int start_python(void) {
         status = Py_InitializeFromConfig(&config);
     PyConfig_Clear(&config);
     if (PyStatus_Exception(status)) {
-        failed = 1;
+        half_started = true;
         return fail(MPIATTN_ERR_PYTHON, "Python %s does not start as %s: %s; MPIATTN_PYTHON may be of another Python%s",
-                    PY_VERSION, path, status.err_msg ? status.err_msg : "no reason given", about_home());
+                    PY_VERSION, path, status.err_msg ? status.err_msg : "no reason given", about_environment());
     }
     PyEval_SaveThread();  // every call takes the lock anew
     return MPIATTN_OK;
@@ -246,7 +250,7 @@ static int load_package(void) {
             status,
             "Python %s of %s, started as %s, cannot load mpiattn: %s; set MPIATTN_PYTHON to the python of the environment that it is installed in, of the same version%s",
             PY_VERSION, prefix && PyUnicode_Check(prefix) ? PyUnicode_AsUTF8(prefix) : "no prefix", interpreter(),
-            why ? why : "", about_home());
+            why ? why : "", about_environment());
         free(why);
         return status;
     }
@@ -293,6 +297,8 @@ static int python_runs(void) {
                     "this thread has %lld KiB of its stack left; calls of mpiattn need %d KiB: raise the stack size of "
                     "the thread (pthread_attr_setstacksize, OMP_STACKSIZE, ulimit -s)",
                     (long long)room / 1024, STACK_NEEDED / 1024);
+    if (half_started)
+        return fail(MPIATTN_ERR_PYTHON, "Python did not start at the first call, and cannot be started again");
     return Py_IsInitialized() ? MPIATTN_OK : start_python();
 }
 
