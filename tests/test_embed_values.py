@@ -38,6 +38,21 @@ from mpiattn.errors import MemoryShortage
         ("bias_shared=batch,heads, bias_gradients=key_bias", None),
         ("bias_gradients=0", {"bias_gradients": False}),
         ("dims=2x3", {"dims": (2, 3)}),
+        ("causal=T, overlap= F, key_bias=.T.", {"causal": True, "overlap": False, "key_bias": True}),
+        ("relative_cyclic= T,F", {"relative_cyclic": (True, False)}),
+        ("bias_gradients=F, check=t", {"bias_gradients": False, "check": True}),
+        ("scale=  3.5D-01, softcap=1d2, timeout=  6.0E+01", {"scale": 0.35, "softcap": 100.0, "timeout": 60.0}),
+        ("grid=  41x   3, dims=   1x   2, tile=  2x   1", {"grid": (41, 3), "dims": (1, 2), "tile": "2x1"}),
+        ("sizes=  12,   8xeven", {"sizes": ((12, 8), None)}),
+        ("mask=neighborhood   7x   9 cyclic=   1", {"mask": "neighborhood   7x9 cyclic=1"}),
+        ("mask=window  128,   0 | global    4", {"mask": "window  128,0 | global    4"}),
+        ("mask=sphere  0.1D+00 rows=  20,  24", {"mask": "sphere  0.1E+00 rows=20,24"}),
+        (
+            "mask=window ,7 | ranges 0:4:0:4:full, seqlen=    9",
+            {"mask": "window ,7 | ranges 0:4:0:4:full", "seqlen": 9},
+        ),
+        ("machine=T, backend=f, dtype=d2", {"machine": "T", "backend": "f", "dtype": "d2"}),
+        ("machine=runs/1d5  x 3.json", {"machine": "runs/1d5  x 3.json"}),
         ("grid=20x7, sizes=12,8xeven, heads=2", {"grid": (20, 7), "sizes": ((12, 8), None), "heads": 2}),
     ],
 )
@@ -74,6 +89,25 @@ def test_options_without_commas(between):
     why = f"^heads and head_dim are missing in the options, in which seqlen is {given}; commas separate options$"
     with pytest.raises(ArgumentError, match=why):
         options.of_making(options.of_text(text), MPI.COMM_SELF, ("seqlen", "heads", "head_dim"))
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("seqlen=24, haeds=2, head_dim=8", "haeds is not an argument of MeshAttention; did you mean heads?"),
+        ("SEQLEN=24, heads=2, head_dim=8", "SEQLEN is not an argument of MeshAttention; did you mean seqlen?"),
+        ("gird=4x6, heads=2, head_dim=8", "gird is not an argument of MeshAttention; did you mean grid?"),
+        (
+            "seqlen=24, num_heads=2, head_dim=8",
+            "num_heads is not an argument of MeshAttention; it is called heads here",
+        ),
+        ("seqlen=9, heads=2, head_dim=8, dropout=1", "dropout is not an argument of MeshAttention; dropout is one of "),
+    ],
+)
+def test_misspelt_options_get_hints(text, why):
+    """Also where the right name is then missing."""
+    with pytest.raises(ArgumentError, match=f"^{re.escape(why)}"):
+        options.of_making(options.of_text(text), MPI.COMM_SELF, ("seqlen", "heads", "head_dim"), "MeshAttention")
 
 
 def test_memory_on_a_gpu_is_taken_where_it_lies(monkeypatch):

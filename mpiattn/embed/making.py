@@ -66,7 +66,7 @@ class Maker:
         with communicator(comm) as of_host:
             try:
                 word = arrays.numbers(self.handles.kind, handle)
-                arguments = options.of_making(given(), of_host, self.needed)
+                arguments = options.of_making(given(), of_host, self.needed, self.kind.__name__)
             except Exception as error:
                 refusal.of_making(_shared(error), object.__new__(self.kind), of_host)
             made = self.kind(of_host, **arguments)

@@ -7,6 +7,7 @@ from inspect import signature
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from ..arguments.keywords import names_of_arguments, unknown
 from ..decode.cache import KVCache
 from ..decode.tree import tree_decode
 from ..errors import ArgumentError
@@ -34,7 +35,11 @@ TRUTH_LISTS = {"relative_cyclic"}
 NAME_LISTS = {"bias_gradients", "bias_shared"}
 SIDES = {"window"}  # lists in which an empty element is one
 WORDS = {"none": None, "true": True, "false": False, ".true.": True, ".false.": False}
+LOGICALS = {"t": "1", "f": "0", ".t.": "1", ".f.": "0"}  # as Fortran writes them, where an argument is a truth
+OF_GRIDS = "grid", "dims", "sizes"  # what a plan has here in place of a layout of blocks
+LENGTHS = {*OF_GRIDS, "tile", "mask"}  # options with lists of numbers that Fortran may pad with blanks
 SEPARATOR = re.compile(r"\s*,\s*(?=\w+\s*=)")
+EXPONENT = re.compile(r"(?<!\w)([+-]?(?:\d+\.?\d*|\.\d+))[dD]([+-]?\d+)")  # of double precision in Fortran
 
 
 class GivenArray:
@@ -62,6 +67,7 @@ def of_text(text: str | None) -> dict[str, Any]:
 
 def of_word(name: str, value: str) -> Any:
     """The value that a text means: a number, True, False, None, a tuple of numbers, or the text itself."""
+    value = _of_fortran(name, value)
     if name in NAME_LISTS and value.lower() not in ("0", "1", *WORDS):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     if name == "sizes":
@@ -78,6 +84,19 @@ def of_word(name: str, value: str) -> Any:
         except ValueError:
             return value
     return of_value(name, _number(value) if value.lower() not in WORDS else WORDS[value.lower()])
+
+
+def _of_fortran(name: str, value: str) -> str:
+    """A text whose logicals, exponents and padded numbers are written as in Python, where Fortran wrote it."""
+    if name in TRUTHS | TRUTH_LISTS:
+        parts = [part.strip() for part in value.split(",")]
+        return ",".join(LOGICALS.get(part.lower(), part) for part in parts)
+    if name in LENGTHS:
+        value = re.sub(r"(?<=\d)\s*([x,:])\s*(?=-?\d)", r"\1", value)  # grid=  41x   3
+        value = re.sub(r"\s*=\s*(?=-?\d)", "=", value)  # of a mask, cyclic=   1
+    if name == "mask" or EXPONENT.fullmatch(value):
+        value = EXPONENT.sub(r"\1E\2", value)
+    return value
 
 
 def _sizes(value: str, axis: str) -> tuple[int, ...] | None:
@@ -151,10 +170,12 @@ def of_call(number: int, on_gpu: bool, others: Iterable[str] = ()) -> dict[str, 
     return options
 
 
-def of_making(asked: dict[str, Any], comm: MPI.Intracomm, needed: tuple[str, ...] = ()) -> dict[str, Any]:
+def of_making(
+    asked: dict[str, Any], comm: MPI.Intracomm, needed: tuple[str, ...] = (), called: str | None = None
+) -> dict[str, Any]:
     """The arguments of a new plan or cache: masks and layouts in place of their texts.  Raises ArgumentError.
 
-    needed: names of arguments that have no default.
+    needed: names of arguments that have no default.  called: the class, of which all options must be arguments.
     """
     options = dict(asked)
     array = next((name for name, value in options.items() if isinstance(value, GivenArray)), None)
@@ -170,6 +191,9 @@ def of_making(asked: dict[str, Any], comm: MPI.Intracomm, needed: tuple[str, ...
         options.setdefault("seqlen", prod(grid))
     if isinstance(options.get("mask"), str):
         options["mask"] = parse(options["mask"], grid)
+    misspelt = unknown(called, options, (*names_of_arguments(called), *OF_GRIDS)) if called else None
+    if misspelt:  # said before what is missing, which a misspelt name may be
+        raise misspelt
     missing = [name for name in needed if name not in options]
     if missing:
         also = ", or grid" if "seqlen" in missing else ""

@@ -50,6 +50,7 @@ def test_wrong_arguments_of_a_rank_are_errors_of_all(c, comm):
         ("seqlen=24, heads=2, head_dim=8, dims=2x3", "dims is (2, 3), given without grid"),
         ("seqlen=24, heads=2, head_dim=8, sizes=2x3", "sizes is ((2,), (3,)), given without grid"),
         ("seqlen=24, heads=2, head_dim=8, softmax_scale=2", "it is called scale here"),
+        ("seqlen=24, haeds=2, head_dim=8", "haeds is not an argument of MeshAttention; did you mean heads?"),
         ("seqlen=24, heads=2, head_dim=8, mask=neighbourhood 3", "neighborhood"),
         ("seqlen=24, heads=2, head_dim=8, causal=2", "causal is 2"),
     ]:
@@ -57,6 +58,8 @@ def test_wrong_arguments_of_a_rank_are_errors_of_all(c, comm):
         given = text if comm.rank == wrong_rank else good
         status, says_all = c.fails("plan_create_text", comm.py2f(), given, ctypes.byref(Handle()))
         assert status == ARGUMENT and says in says_all and comm.allgather(says_all) == [says_all] * comm.size
+    said = c.fails("cache_create_text", comm.py2f(), "capcity=24, kv_heads=2, head_dim=8", ctypes.byref(Handle()))[1]
+    assert said == "capcity is not an argument of KVCache; did you mean capacity?"
     assert "plan is NULL" in c.fails("plan_create_text", comm.py2f(), "seqlen=24, heads=2, head_dim=8", None)[1]
     c.ok("plan_free", ctypes.byref(handle))
     plan.close()
