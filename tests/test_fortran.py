@@ -118,6 +118,16 @@ def test_the_first_program_of_the_page(program, tmp_path, family):
     host_mpi.mpirun(family, 2, [program(family, source)], tmp_path)
 
 
+def test_a_program_under_the_launcher_of_another_mpi(program, tmp_path):
+    """Each process is alone, and the first one is told so."""
+    source = tmp_path / "alone.f90"
+    source.write_text(code_of("first"))
+    made = program("openmpi", source)
+    host_mpi.require("mpich", "mpifort")
+    said = host_mpi.mpirun("mpich", 2, [made], tmp_path, env=host_mpi.SETTINGS["openmpi"], check=False).stderr
+    assert said.count("started 2 ranks, each of which is alone in Open MPI") == 1, said
+
+
 def test_the_page():
     """It has the example, all calls with their arguments, and lines that another test runs."""
     text, module = PAGE.read_text(), "".join(path.read_text() for path in SOURCE.glob("mpiattn*.[fi]*"))

@@ -69,6 +69,57 @@ def test_ranks_that_do_not_know_of_each_other_do_nothing(tmp_path, launcher, com
     assert {path.name for path in tmp_path.iterdir()} == {"in.h5", "out.h5"}
 
 
+TWO_PLANS = """
+import sys
+from mpi4py import MPI
+import mpiattn
+for _ in range(2):
+    with mpiattn.MeshAttention(getattr(MPI, sys.argv[1]), seqlen=8, heads=1, head_dim=8):
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    "comm, variables, warned",
+    [
+        (
+            "COMM_WORLD",
+            {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"},
+            "srun started 4 ranks, each of which is alone",
+        ),
+        ("COMM_WORLD", {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}, ""),  # rank 0 has said it
+        ("COMM_WORLD", {"PALS_SIZE": "6", "PALS_RANKID": "0"}, "the launcher of PALS started 6 ranks"),
+        ("COMM_SELF", {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}, ""),
+        ("COMM_WORLD", {}, ""),
+        ("COMM_WORLD", {"SLURM_NTASKS": "4", "SLURM_NPROCS": "4", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}, ""),
+        ("COMM_WORLD", {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "2"}, ""),
+        ("COMM_WORLD", {"PALS_SIZE": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}, ""),
+    ],
+    ids=["srun", "another rank", "PALS", "COMM_SELF", "no launcher", "batch script", "a step of one", "mpiexec of one"],
+)
+def test_a_plan_of_a_rank_that_is_alone_in_a_launch_of_several_warns_once(comm, variables, warned):
+    launch.require_launch()
+    words = [sys.executable, "-c", TWO_PLANS, comm]
+    env = launch.environment(variables)
+    said = subprocess.run(
+        words, env=env, text=True, capture_output=True, timeout=launch.patience(60), check=True
+    ).stderr
+    assert said.count("RuntimeWarning") == (1 if warned else 0) and warned in said
+
+
+def test_a_report_that_says_it_has_no_warning_besides(tmp_path):
+    launch.require_launch()
+    words = [*MPIATTN, "check", "--folder", tmp_path]
+    env = launch.environment({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"})
+    done = subprocess.run(words, env=env, text=True, capture_output=True, timeout=launch.patience(120), check=False)
+    assert "the launcher started 4 ranks" in done.stdout and "Warning" not in done.stderr
+
+
+def test_plans_under_the_launcher_of_their_mpi_do_not_warn():
+    said = launch.mpirun(2, [sys.executable, "-c", TWO_PLANS, "COMM_SELF"]).stderr
+    assert "Warning" not in said + launch.mpirun(1, [sys.executable, "-c", TWO_PLANS, "COMM_WORLD"]).stderr
+
+
 @pytest.mark.parametrize("how", ["in a batch job", "mpiexec of one rank in a step"])
 def test_one_rank_that_was_meant(tmp_path, how):
     launch.require_launch()

@@ -27,6 +27,7 @@ from functools import cache
 from mpi4py import MPI
 
 from ..errors import MpiattnError, PeerFailure
+from ..system.launcher import warn_of_copies
 from ..system.logs import ERROR, note
 from . import channel as channels
 from . import endings, running
@@ -220,6 +221,8 @@ class Home:
                 while _DROPPED:
                     _DROPPED.pop()._free()
             home = comm.Get_attr(_key())
+            if home is None and comm != MPI.COMM_SELF:  # on which a program means to be alone
+                warn_of_copies(MPI.COMM_WORLD.size)
             if home is None or not home._shared(timeout):
                 home = cls._made(comm, timeout)
                 comm.Set_attr(_key(), home)

@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 import traceback
+import warnings
 
 from ..comm.agreement import agreement
 from ..errors import ArgumentError, MpiattnError, PeerFailure
@@ -75,6 +76,8 @@ def on_all_ranks(work, timeout=None, alone=False):
     wrong = wrong or (None if alone else launcher.copies(comm.size))
     if wrong:
         return _refuse(f"{wrong}. Nothing was done. {launcher.ADVICE}")
+    if alone:  # the work's report says it
+        warnings.filterwarnings("ignore", f".*{launcher.ALONE}")
     job = None
     try:
         job = Job(comm, timeout)

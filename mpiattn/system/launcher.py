@@ -3,14 +3,19 @@
 The launcher of another MPI starts processes that are each alone in their world: each would do the whole work.
 """
 
+import warnings
+from functools import cache
+
 from . import installation
-from .launch_variables import OPEN_MPI, launched
+from .launch_variables import OPEN_MPI, launch_rank, launched
 
 ADVICE = (
     "mpiexec belongs to another MPI than mpi4py: use the mpiexec of mpi4py's MPI, or rebuild mpi4py with your "
     "MPI loaded (pip install --force-reinstall --no-binary=mpi4py mpi4py); with srun, name the process manager "
     "interface that this MPI supports: srun --mpi=pmix or pmi2 (srun --mpi=list)"
 )
+
+ALONE = "each of which is alone in"
 
 
 def foreign():
@@ -30,6 +35,19 @@ def copies(size):
     if size > 1 or ranks in (None, 1):
         return None
     return (
-        f"{launcher} started {ranks} ranks, each of which is alone in {installation.mpi_library()}, the MPI of "
+        f"{launcher} started {ranks} ranks, {ALONE} {installation.mpi_library()}, the MPI of "
         f"mpi4py: they would do the work {ranks} times"
     )
+
+
+@cache
+def warn_of_copies(size):
+    """Warn a program once, on one rank of the launch, of what `copies` says about its world of `size` ranks."""
+    wrong = copies(size)
+    if wrong and launch_rank() == 0:
+        warnings.warn(
+            f"{wrong}. Start the program with the mpiexec of its own MPI, or with srun --mpi=pmix or pmi2 "
+            "(srun --mpi=list). Programs that are meant to be alone take MPI.COMM_SELF",
+            RuntimeWarning,
+            stacklevel=2,
+        )
