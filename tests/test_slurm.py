@@ -245,6 +245,22 @@ def test_srun_without_an_interface_to_mpi(submit, tmp_path):
     assert job.log.count("Nothing was done. ") == 1
 
 
+def test_a_plan_warns_where_a_step_has_ranks_that_are_alone(submit, tmp_path):
+    """Not a serial program of a batch script or of a step of one task, in an allocation of more."""
+    (tmp_path / "serial.sbatch").write_text(
+        "#!/bin/bash\nsource .venv/bin/activate\n"
+        "for start in '' 'srun --mpi=none -n 1' 'srun --mpi=none -n 4'; do\n"
+        '  echo "started by $start:" >&2\n  $start python3 serial.py\ndone\n'
+    )
+    (tmp_path / "serial.py").write_text(
+        "import mpiattn\nfrom mpi4py import MPI\n"
+        "mpiattn.MeshAttention(MPI.COMM_WORLD, seqlen=8, heads=1, head_dim=8).close()\nprint('made', flush=True)\n"
+    )
+    job = submit("serial.sbatch", options=["--nodes=2", "--ntasks-per-node=2"])
+    alone = [part.count("RuntimeWarning") for part in job.log.split("started by ")]
+    assert alone == [0, 0, 0, 1] and job.log.count("made") == 6, job.log
+
+
 def test_nothing_that_starts_ranks(submit, tmp_path):
     """No mpiexec of this MPI, and an srun without an interface to it: tried, and said before any rank is started."""
     site = "mpiexec() { return 127; }\nsrun() { echo none; }\n"
