@@ -281,7 +281,7 @@ def test_array(submit, tmp_path, script):
     options = ["--array=0-3", "--nodes=1", "--ntasks-per-node=2"]
     job = submit(f"slurm/{script}.sbatch", *files, "--causal", options=options)
     assert job.state == "COMPLETED", job.log
-    (number,) = set(re.findall(r"mpiattn: task \d of array (\d+), 2 ranks on 1 nodes", job.log))
+    (number,) = set(re.findall(r"mpiattn: task \d of array (\d+), 2 ranks on 1 node ", job.log))
     if script == "bench":
         results = list(tmp_path.glob("mpiattn-scaling-*.h5"))
         inputs = [re.search(r"in-\d.h5", h5py.File(path)["json"].asstr()[0])[0] for path in results]
