@@ -194,7 +194,8 @@ def test_unsigned_numbers_do_not_wrap_around(dtype):
     "arguments, text",
     [
         ({"seqlen": 2**63}, f"seqlen is {2**63}; it must be a whole number from 0 to 2^63 - 1"),
-        ({"seqlen": 2**32}, f"seqlen is {2**32}, seqlen_k is {2**32}; their product must be below 2^63"),
+        ({"seqlen": 2**32}, f"seqlen is {2**32}, seqlen_k is {2**32}; the square of the larger must be below 2^63"),
+        ({"seqlen_k": 2**32}, f"seqlen is 12, seqlen_k is {2**32}; the square of the larger must be below 2^63"),
         ({"heads": 2**60}, f"batch is 1, seqlen is 12, heads is {2**60}, head_dim is 4; their product must be below"),
         ({"value_dim": 2**60}, f"heads is 1, value_dim is {2**60}; their product must be below 2^56"),
     ],

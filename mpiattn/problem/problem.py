@@ -216,15 +216,26 @@ class Problem:
         """Raise ArgumentError where numbers of pairs or of bytes, which are int64 in plans, would overflow."""
         rows = max(self.seqlen, self.seqlen_k, 1)
         products = (
-            (("seqlen", "seqlen_k"), rows**2, 63),
+            # of the longer one twice, since triangles are counted too
+            (("seqlen", "seqlen_k"), rows**2, "the square of the larger", 63),
             # the arrays of a backward pass and their partials are fewer than 16, of 8 bytes a number at most
-            (("batch", "seqlen", "heads", "head_dim"), self.batch * rows * self.heads * self.head_dim, 56),
-            (("batch", "seqlen_k", "heads", "value_dim"), self.batch * rows * self.heads * self.value_dim, 56),
+            (
+                ("batch", "seqlen", "heads", "head_dim"),
+                self.batch * rows * self.heads * self.head_dim,
+                "their product",
+                56,
+            ),
+            (
+                ("batch", "seqlen_k", "heads", "value_dim"),
+                self.batch * rows * self.heads * self.value_dim,
+                "their product",
+                56,
+            ),
         )
-        for names, product, bits in products:
+        for names, product, what, bits in products:
             if product >= 2**bits:
                 values = ", ".join(f"{name} is {getattr(self, name)}" for name in names)
-                raise ArgumentError(f"{values}; their product must be below 2^{bits}")
+                raise ArgumentError(f"{values}; {what} must be below 2^{bits}")
 
     def __hash__(self) -> int:
         return self._hash
