@@ -370,7 +370,7 @@ contains
     call done(status, 'plan_free')
   end subroutine
 
-  ! bfloat16, one array for keys and values, and fewer tokens than ranks.
+  ! bfloat16, one array for keys and values, and fewer tokens than ranks; options as Fortran writes numbers and logicals.
   subroutine half_plan()
     type(mpiattn_plan) :: plan
     integer :: status
@@ -378,8 +378,10 @@ contains
     integer(int16), allocatable, target :: q(:, :, :, :), out(:, :, :, :)
     real(real32), allocatable, target :: lse(:, :, :)
     type(mpiattn_array) :: bits
-    call mpiattn_plan_create(MPI_COMM_WORLD%MPI_VAL, 'seqlen=1, heads=1, head_dim=4, dtype=bfloat16, shared_kv=1', &
-      plan, status)
+    character(200) :: text
+    write (text, '(2(a, i4), a, d9.2, a, l2)') 'seqlen=', 1, ', heads=1, dtype=bfloat16, head_dim=', 4, &
+      ', scale=', 0.5d0, ', shared_kv=', .true.
+    call mpiattn_plan_create(MPI_COMM_WORLD%MPI_VAL, text, plan, status)
     call done(status, 'plan_create of bfloat16')
     call mpiattn_plan_positions(plan, positions, status=status)
     allocate (q(4, 1, size(positions), 1), lse(size(positions), 1, 1))
