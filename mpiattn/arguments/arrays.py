@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ArgumentError
@@ -107,7 +108,21 @@ def _in_words(wanted: Required, given: tuple[int, ...]) -> str:
         swapped = given[0], given[2], given[1], *given[3:]
         if all(map(_fits, swapped, shape)):
             text += "; axes 1 and 2 are swapped"
+    if axes and axes.tokens:
+        text += _of_field(given, shape)
     return text
+
+
+def _of_field(given: tuple[int, ...], wanted: tuple[int | tuple[int, ...] | None, ...]) -> str:
+    """Which axes are those of a field's grid, if one axis of their product in their place is what is wanted."""
+    for first in range(2):  # with an axis of the batch or without
+        for after in range(first + 2, len(given)):
+            of_grid = given[first:after]
+            flat = *given[:first], prod(of_grid), *given[after:]
+            whole = (1,) * (len(wanted) - len(flat)) + flat
+            if len(whole) == len(wanted) and all(map(_fits, whole, wanted)) and min(of_grid) > 1:
+                return f"; the points of a grid are one axis, tokens = {' * '.join(map(str, of_grid))}"
+    return ""
 
 
 def _in_brackets(words: Iterable[str]) -> str:

@@ -14,6 +14,7 @@ from ..errors import ArgumentError
 from ..masks.text import parse
 from ..plan.mesh_attention import MeshAttention
 from ..problem.layout import Layout
+from ..system.choices import ORDERS, one_of
 from .arrays import array_of
 from .handles import Handles
 
@@ -182,16 +183,20 @@ def of_making(
     if array:
         raise ArgumentError(f"{array} is an array; plans and caches are made without arrays")
     refuse_twice(("comm",), options)
-    grid, dims, sizes = (options.pop(name, None) for name in ("grid", "dims", "sizes"))
+    grid, dims, sizes, order = (options.pop(name, None) for name in ("grid", "dims", "sizes", "order"))
+    if order is not None:
+        one_of("order", order, ORDERS)
+    if order is not None and grid is None and "mask" not in options:
+        raise ArgumentError(f"order is {order!r}, given without grid or mask, whose axes it would order")
     for name, value in ("dims", dims), ("sizes", sizes):
         if grid is None and value is not None:
             raise ArgumentError(f"{name} is {value!r}, given without grid, whose blocks it would describe")
     if grid is not None:
-        options["layout"] = _of_grid(grid, dims, sizes, comm, options)
+        options["layout"] = _of_grid(grid, dims, sizes, order or ORDERS[0], comm, options)
         options.setdefault("seqlen", prod(grid))
     if isinstance(options.get("mask"), str):
-        options["mask"] = parse(options["mask"], grid)
-    misspelt = unknown(called, options, (*names_of_arguments(called), *OF_GRIDS)) if called else None
+        options["mask"] = parse(options["mask"], grid, order or ORDERS[0])
+    misspelt = unknown(called, options, (*names_of_arguments(called), *OF_GRIDS, "order")) if called else None
     if misspelt:  # said before what is missing, which a misspelt name may be
         raise misspelt
     missing = [name for name in needed if name not in options]
@@ -204,7 +209,7 @@ def of_making(
     return options
 
 
-def _of_grid(grid: Any, dims: Any, sizes: Any, comm: MPI.Intracomm, options: dict[str, Any]) -> Layout:
+def _of_grid(grid: Any, dims: Any, sizes: Any, order: str, comm: MPI.Intracomm, options: dict[str, Any]) -> Layout:
     """The layout of blocks of a grid."""
     for name, value in ("grid", grid), ("dims", dims):
         if value is not None and not (isinstance(value, tuple) and all(isinstance(n, int) for n in value)):
@@ -219,6 +224,6 @@ def _of_grid(grid: Any, dims: Any, sizes: Any, comm: MPI.Intracomm, options: dic
     if dims is not None and prod(dims) != comm.size:
         raise ArgumentError(f"dims is {'x'.join(map(str, dims))}, {prod(dims)} ranks; there are {comm.size}")
     try:
-        return Layout.grid(grid, comm if dims is None else dims, sizes)
+        return Layout.grid(grid, comm if dims is None else dims, sizes, order)
     except ArgumentError as error:
         raise ArgumentError(f"grid is {'x'.join(map(str, grid))}: {error}") from error

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import ArgumentError
-from ..system.choices import one_of
+from ..system.choices import ORDERS, one_of
 from .interval_mask import IntervalMask
 from .pieces import in_pieces, needed_cuts
 from .rows import of_cyclic_rows
@@ -91,7 +91,10 @@ class Axis:
 
 @dataclass(frozen=True)
 class Neighborhood(IntervalMask):
-    """See `neighborhood`; each field has one value for each axis."""
+    """See `neighborhood`; each field has one value for each axis, in C order.
+
+    order: in which the caller has named the axes.
+    """
 
     shape: tuple[int, ...]
     kernel_size: tuple[int, ...]
@@ -99,28 +102,46 @@ class Neighborhood(IntervalMask):
     causal: tuple[bool, ...]
     cyclic: tuple[bool, ...]
     edge: str
+    order: str = ORDERS[0]
 
     def __str__(self) -> str:
-        words = [f"neighborhood {_by(self.kernel_size)} grid={_by(self.shape)}"]
+        words = [f"neighborhood {_by(self.named(self.kernel_size))} grid={_by(self.named(self.shape))}"]
         if any(step > 1 for step in self.dilation):
-            words.append(f"dilation={_by(self.dilation)}")
+            words.append(f"dilation={_by(self.named(self.dilation))}")
         for name, values in (("causal", self.causal), ("cyclic", self.cyclic)):
             if any(values):
-                words.append(f"{name}={','.join(str(axis) for axis, value in enumerate(values) if value)}")
+                axes = enumerate(self.named(values))
+                words.append(f"{name}={','.join(str(axis) for axis, value in axes if value)}")
+        if self.order != ORDERS[0]:
+            words.append(f"order={self.order}")
         if self.edge != EDGES[0]:
             words.append(f"edge={self.edge}")
         return " ".join(words)
 
-    @cached_property
-    def _axes(self) -> tuple[list[Axis], int]:
-        """The axes that matter, and the keys of a coordinate of the last: the axes after it are seen whole."""
-        axes, unit = [], 1
+    @property
+    def edges(self) -> tuple[bool, ...]:
+        """Whether an axis has an edge at which windows differ from those inside, of every axis."""
+        return tuple(not (axis.causal or axis.cyclic or axis.whole or axis.kernel == 1) for axis in self._every_axis)
+
+    def named(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Values by axis, in the caller's order."""
+        return in_c_order(values, self.order)
+
+    @property
+    def _every_axis(self) -> list[Axis]:
+        axes = []
         sides = zip(self.shape, self.kernel_size, self.dilation, self.causal, self.cyclic)
         for size, kernel, step, causal, cyclic in sides:
             # twice the axis reaches over both its ends, and a step as long as the axis leaves it: more would overflow
             reach, step = min(kernel, 2 * size + 1), min(step, size)
             axes.append(Axis(size, reach, step, causal, cyclic, self.edge == "shifted"))
-        axes = [Axis(axis.size, axis.size, 1, False, False, True) if axis.whole else axis for axis in axes]
+        return axes
+
+    @cached_property
+    def _axes(self) -> tuple[list[Axis], int]:
+        """The axes that matter, and the keys of a coordinate of the last: the axes after it are seen whole."""
+        unit = 1
+        axes = [Axis(axis.size, axis.size, 1, False, False, True) if axis.whole else axis for axis in self._every_axis]
         while len(axes) > 1 and axes[-1].whole:
             unit *= axes.pop().size
         return axes, unit
@@ -169,6 +190,11 @@ def _flat(lists: NDArray[Any]) -> NDArray[Any]:
     return lists.reshape(lists.shape[0] * lists.shape[1], lists.shape[2])
 
 
+def in_c_order(values: tuple[Any, ...], order: str) -> tuple[Any, ...]:
+    """Values by axis of a grid, from this order to C's or back."""
+    return values[::-1] if order == "fortran" else values
+
+
 def _by(numbers: Sequence[int]) -> str:
     return "x".join(map(str, numbers))
 
@@ -181,13 +207,14 @@ def neighborhood(
     causal: bool | Sequence[bool] = False,
     cyclic: bool | Sequence[bool] = False,
     edge: str = "shifted",
+    order: str = "c",
 ) -> Neighborhood:
     """Every point of a grid sees the points around it, as in NATTEN.
 
-    The tokens are the points of a grid of one to three dimensions in C order: the last axis is consecutive.  Along an
-    axis, point x sees `kernel_size` points: kernel_size // 2 before it, itself and the rest after it, so that an even
-    window has a point more before than after.  A point is seen if it is seen along every axis.  With kernel_size 3, in
-    the middle of an axis and at its beginning (x the query, 1 what it sees)::
+    The tokens are the points of a grid of one to three dimensions, by default in C order: the last axis is consecutive.
+    Along an axis, point x sees `kernel_size` points: kernel_size // 2 before it, itself and the rest after it, so that
+    an even window has a point more before than after.  A point is seen if it is seen along every axis.  With
+    kernel_size 3, in the middle of an axis and at its beginning (x the query, 1 what it sees)::
 
         ..1x1...      shifted    x11.....       clipped    x1......       cyclic    x1.....1
 
@@ -207,6 +234,8 @@ def neighborhood(
         is not causal.
     edge : {"shifted", "clipped"}, default "shifted"
         At an edge the window is moved inside, so that all points see as many, as in NATTEN; or it is cut off.
+    order : {"c", "fortran"}, default "c"
+        With "fortran" the first axis is consecutive, as in Fortran's f(nx, ny), whose shape is (nx, ny) then.
 
     Returns
     -------
@@ -238,6 +267,7 @@ def neighborhood(
     )
     causals, cyclics = truths("causal", causal, len(sides)), truths("cyclic", cyclic, len(sides))
     one_of("edge", edge, EDGES)
+    one_of("order", order, ORDERS)
     for axis, (size, kernel, step) in enumerate(zip(sides, kernels, steps)):
         if causals[axis] and cyclics[axis]:
             raise ArgumentError(f"causal and cyclic are both True for axis {axis}; an axis may be one of the two")
@@ -247,4 +277,5 @@ def neighborhood(
                 f"kernel_size is {kernel} and dilation {step} for axis {axis}, which is {kind} and has {size} points; "
                 f"kernel_size * dilation may be at most {size}"
             )
-    return Neighborhood(sides, kernels, steps, causals, cyclics, edge)
+    sides, kernels, steps = (in_c_order(values, order) for values in (sides, kernels, steps))
+    return Neighborhood(sides, kernels, steps, in_c_order(causals, order), in_c_order(cyclics, order), edge, order)

@@ -6,8 +6,9 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
+from ..system.choices import ORDERS, one_of
 from ..system.closest import of_choices
-from .grid import EDGES, neighborhood
+from .grid import EDGES, in_c_order, neighborhood
 from .rectangles import ranges
 from .sequence import blocks, causal, chunked, global_tokens, share_question, window
 from .spheres import sphere
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
 
 # What --help says, a line each.
 FORMS = {
-    "neighborhood": "neighborhood 15x15 [dilation=1x2] [causal=0] [cyclic=1] [edge=clipped]: on the --grid; "
-    "causal and cyclic name axes, counted from 0, as 0,2",
-    "sphere": "sphere 0.1 [rows=20,24,28]: radians, on the --grid (latitudes, longitudes) or rows of so many points",
+    "neighborhood": "neighborhood 15x15 [dilation=1x2] [causal=0] [cyclic=1] [edge=clipped] [order=fortran]: on the "
+    "--grid; causal and cyclic name axes, counted from 0, as 0,2",
+    "sphere": "sphere 0.1 [rows=20,24,28] [order=fortran]: radians, on the --grid (latitudes, longitudes), with "
+    "order=fortran (longitudes, latitudes), or rows of so many points",
     "window": "window 128,0: keys before and after the diagonal; an empty side has no limit",
     "causal": "causal",
     "global": "global 4: the first tokens see all and are seen by all",
@@ -34,11 +36,14 @@ FORMS = {
     "share-question": "share-question 20,10,10: lengths of the question and its answers",
 }
 HELP = "; ".join([*FORMS.values(), "A & B shows what both show, A | B what either shows, & before |, with ( )"])
-OPTIONS = {"neighborhood": ("grid", "dilation", "causal", "cyclic", "edge"), "sphere": ("grid", "rows")}
+OPTIONS = {
+    "neighborhood": ("grid", "dilation", "causal", "cyclic", "edge", "order"),
+    "sphere": ("grid", "rows", "order"),
+}
 
 
 @explained
-def parse(text: str, grid: Sequence[int] | None = None) -> IntervalMask:
+def parse(text: str, grid: Sequence[int] | None = None, order: str = ORDERS[0]) -> IntervalMask:
     """A mask from its text.
 
     Parameters
@@ -48,6 +53,8 @@ def parse(text: str, grid: Sequence[int] | None = None) -> IntervalMask:
         `|`, and brackets group.  A grid in the text is `grid=256x512`.
     grid : sequence of int, optional
         The grid of masks that need one and do not say it.
+    order : {"c", "fortran"}, default "c"
+        Of the axes of grids, as in `neighborhood`, for masks that do not say it.
 
     Returns
     -------
@@ -66,14 +73,14 @@ def parse(text: str, grid: Sequence[int] | None = None) -> IntervalMask:
     """
     if not isinstance(text, str):
         raise ArgumentError(f"mask is {text!r}; it must be text, for example 'global 4 | window 128,0'")
-    return _Text(text, grid).mask()
+    return _Text(text, grid, order).mask()
 
 
 class _Text:
     """A text, read from left to right."""
 
-    def __init__(self, text: str, grid: Sequence[int] | None):
-        self.text, self.grid = text, grid
+    def __init__(self, text: str, grid: Sequence[int] | None, order: str):
+        self.text, self.grid, self.order = text, grid, order
         self.words = re.findall(r"[&|()]|[^\s&|()]+", text)[::-1]  # the next one last
 
     def wrong(self, why: str) -> ArgumentError:
@@ -152,6 +159,7 @@ class _Text:
         causal: str = "",
         cyclic: str = "",
         edge: str = EDGES[0],
+        order: str | None = None,
     ) -> IntervalMask:
         shape = self._shape(grid)
         axes = [_numbers(named) for named in (causal, cyclic)]
@@ -160,15 +168,20 @@ class _Text:
                 raise ArgumentError(f"{name}= names axes of a grid of {len(shape)}, which are counted from 0")
         flags = ([axis in numbers for axis in range(len(shape))] for numbers in axes)
         is_causal, is_cyclic = flags
-        return neighborhood(shape, _one_or_all(kernel), _one_or_all(dilation), is_causal, is_cyclic, edge)
+        kernels, steps = _one_or_all(kernel), _one_or_all(dilation)
+        return neighborhood(shape, kernels, steps, is_causal, is_cyclic, edge, order or self.order)
 
-    def _sphere(self, radius: str, rows: str | None = None, grid: str | None = None) -> IntervalMask:
+    def _sphere(
+        self, radius: str, rows: str | None = None, grid: str | None = None, order: str | None = None
+    ) -> IntervalMask:
+        one_of("order", order or self.order, ORDERS)
         if rows is not None:
             return sphere(_numbers(rows), float(radius))
         shape = self._shape(grid)
         if len(shape) != 2:
             raise ArgumentError(f"a sphere's grid has latitudes and longitudes, 2 axes; this one has {len(shape)}")
-        return sphere((shape[1],) * shape[0], float(radius))
+        latitudes, longitudes = in_c_order(shape, order or self.order)
+        return sphere((longitudes,) * latitudes, float(radius))
 
 
 def _split(text: str, between: str = ",") -> list[str]:

@@ -17,6 +17,7 @@ from ..model.tuned import machine_for
 from ..problem.problem import Problem, check_scale_given
 from ..system.values import AsGiven
 from .decision import Decision
+from .grids import check_grids
 from .options import Options
 
 REMEMBERED = 64  # choices of a process, and plans made from them
@@ -43,6 +44,7 @@ def settle(home: Home, peers: Peers, asked: Asked) -> tuple[Decision, Backend]:
         problem = Problem(**asked.problem)
         check_scale_given(asked.problem["scale"], problem.shared_kv, problem.head_dim)
         checked = given.checked(problem, ranks)
+        check_grids(peers.comm, problem.mask, given.layout)
         same |= for_record(Problem, vars(problem))
         same["expected_cu_seqlens"] = None  # compared before the layouts, which follow from it
         same |= for_record(Options, vars(checked))

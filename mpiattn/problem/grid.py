@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ArgumentError
+from ..system.choices import ORDERS, one_of
 from ..system.values import is_list, is_whole
 
 MOST_RANKS = 2**24  # of any machine; of every one there is a length
 
 if TYPE_CHECKING:
     Blocks = tuple[tuple[int, ...], ...]  # by axis, the lengths of the blocks along it
+
+
+class Cart(NamedTuple):
+    """What a layout remembers of the Cartesian communicator that it was made of, for errors of plans.
+
+    group: its `mpi4py.MPI.Group`.  periods: by axis of the grid in C order.
+    """
+
+    group: Any
+    periods: tuple[bool, ...]
 
 
 def _whole_numbers(name: str, value: Any, least: int, meaning: str) -> tuple[int, ...]:
@@ -28,8 +39,8 @@ def _whole_numbers(name: str, value: Any, least: int, meaning: str) -> tuple[int
     return tuple(map(int, numbers))
 
 
-def _dims_and_order(cart: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """The dims of a Cartesian communicator or of a tuple; by rank, the number of its block in C order if it differs."""
+def _dims_of(cart: Any) -> tuple[int, ...]:
+    """The dims of a Cartesian communicator, or those that stand in its place."""
     if not hasattr(cart, "Get_topo"):
         meaning = "the numbers of ranks along the axes, or a Cartesian communicator"
         dims = _whole_numbers("cart", cart, 1, meaning)
@@ -37,14 +48,33 @@ def _dims_and_order(cart: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]
             raise ArgumentError(
                 f"cart is {dims}; the product of its dims must be a number of ranks, at most {MOST_RANKS}"
             )
-        return dims, None
+        return dims
     if not cart:
         raise ArgumentError("cart is MPI.COMM_NULL; it must be a communicator of all ranks, and its dims are too small")
     dims = tuple(cart.Get_topo()[0])
     if not dims:
         raise ArgumentError("cart is a communicator of no dims; it must have one or more")
-    order = tuple(_number(cart.Get_coords(rank), dims) for rank in range(cart.Get_size()))
-    return dims, None if order == tuple(range(len(order))) else order
+    return dims
+
+
+def _block_numbers(cart: Any, dims: tuple[int, ...], step: int) -> tuple[int, ...] | None:
+    """By rank of a communicator, the number of its block in C order; None if that is the rank.
+
+    step: -1 where the axes of the communicator are those of the grid in reverse; else 1.
+    """
+    if not hasattr(cart, "Get_coords"):
+        return None
+    numbers = tuple(_number(cart.Get_coords(rank)[::step], dims[::step]) for rank in range(cart.Get_size()))
+    return None if numbers == tuple(range(len(numbers))) else numbers
+
+
+def _remembered(cart: Any, axes: int, step: int) -> Cart | None:
+    """What plans compare with their own communicator and mask; None where no communicator was given."""
+    if not hasattr(cart, "Get_group"):
+        return None
+    periods = [bool(period) for period in cart.Get_topo()[1]]
+    undivided = [False] * (axes - len(periods))
+    return Cart(cart.Get_group(), tuple([*periods, *undivided][::step]))
 
 
 def _number(place: Sequence[int], dims: tuple[int, ...]) -> int:
@@ -55,15 +85,18 @@ def _number(place: Sequence[int], dims: tuple[int, ...]) -> int:
     return number
 
 
-def of_grid(shape: Any, cart: Any, sizes: Any) -> tuple[Blocks, tuple[int, ...] | None]:
-    """What `Layout.grid` takes, checked: the lengths of the blocks, and the number of each rank's block or None.
+def of_grid(shape: Any, cart: Any, sizes: Any, order: str) -> tuple[Blocks, tuple[int, ...] | None, Cart | None]:
+    """What `Layout.grid` takes, checked: the lengths of the blocks, and by rank the numbers of the blocks or None.
 
-    Raises ArgumentError.
+    The third value is what is remembered of the communicator.  Raises ArgumentError.
     """
+    one_of("order", order, ORDERS)
+    step = -1 if order == "fortran" else 1
     shape = _whole_numbers("shape", shape, 0, "the points along every axis")
-    dims, order = _dims_and_order(cart)
+    dims = _dims_of(cart)
     if len(dims) > len(shape):
         raise ArgumentError(f"cart has {len(dims)} dims, {dims}; it may have at most those of shape, which is {shape}")
+    numbers = _block_numbers(cart, dims, step)
     dims += (1,) * (len(shape) - len(dims))
     if sizes is None:
         sizes = (None,) * len(shape)
@@ -80,10 +113,25 @@ def of_grid(shape: Any, cart: Any, sizes: Any) -> tuple[Blocks, tuple[int, ...] 
         if len(lengths) != parts or sum(lengths) != points:
             raise ArgumentError(
                 f"{name} is {lengths}, {len(lengths)} numbers whose sum is {sum(lengths)}; it must be {parts} numbers, "
-                f"one a block along axis {axis}, whose sum is {points}"
+                f"one a block along axis {axis}, whose sum is {points}{_other_way_round(shape, dims, sizes)}"
             )
         blocks.append(lengths)
-    return tuple(blocks), order
+    return tuple(blocks[::step]), numbers, _remembered(cart, len(shape), step)
+
+
+def _other_way_round(shape: tuple[int, ...], dims: tuple[int, ...], sizes: Sequence[Any]) -> str:
+    """Which of the arguments of a grid is in the other order of axes, if the sizes fit one that is."""
+
+    def fit(points: tuple[int, ...], parts: tuple[int, ...]) -> bool:
+        lengths = zip(points, parts, sizes)
+        return all(each is None or (sum(each), len(each)) == (total, blocks) for total, blocks, each in lengths)
+
+    turned = {"cart": (shape, dims[::-1]), "shape": (shape[::-1], dims), "sizes": (shape[::-1], dims[::-1])}
+    values = {"cart": f"the dims {dims}", "shape": f"the axes {shape}", "sizes": "these lengths"}
+    for name, (points, parts) in turned.items():
+        if fit(points, parts):
+            return f"; {name} has {values[name]} the other way round"
+    return ""
 
 
 def even_dims(ranks: int, axes: int) -> tuple[int, ...]:

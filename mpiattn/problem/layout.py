@@ -24,7 +24,7 @@ import numpy as np
 from ..errors import ArgumentError
 from ..system.choices import one_of
 from ..system.values import UNLIMITED, is_list, is_whole, whole_number
-from .grid import checked_blocks, of_grid
+from .grid import Cart, checked_blocks, of_grid
 from .pieces import Pieces
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ class Layout:
         stripes so that neighbours together hold a chunk of a plane.  The methods then take ranks as `chunk`.
     pieces : Pieces
         Of "ranges": the ranges of every chunk.
+    cart : Cart
+        Of "grid": what is known of the communicator that it was made of, which plans compare with theirs.
 
     Raises
     ------
@@ -92,6 +94,7 @@ class Layout:
     sizes: Sequence[Any] | None = None
     order: tuple[int, ...] | None = None
     pieces: Pieces | None = None
+    cart: Cart | None = field(default=None, repr=False, compare=False)
     _ranges: dict[int, tuple[range, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -151,8 +154,10 @@ class Layout:
         return Layout(RANGES, pieces.seqlen, pieces.chunks, pieces=pieces)
 
     @staticmethod
-    def grid(shape: Sequence[int], cart: Any, sizes: Sequence[Sequence[int] | None] | None = None) -> Layout:
-        """A grid in C order, in blocks: every rank holds one, and its block flattened in C order is its chunk.
+    def grid(
+        shape: Sequence[int], cart: Any, sizes: Sequence[Sequence[int] | None] | None = None, order: str = "c"
+    ) -> Layout:
+        """A grid in blocks: every rank holds one, and its block as it lies in memory is its chunk.
 
         Parameters
         ----------
@@ -164,6 +169,9 @@ class Layout:
         sizes : sequence, one element an axis, default the even split
             The lengths of the blocks along each axis, 0 or more points each, or None for the even split, in which the
             first blocks have one point more than the last if the number of points does not divide.
+        order : {"c", "fortran"}, default "c"
+            Which axis is consecutive in memory: the last, or the first as in Fortran's f(nx, ny).  With "fortran" shape
+            is (nx, ny), cart has the dims (px, py), and without a communicator the ranks along x are consecutive too.
 
         Returns
         -------
@@ -179,10 +187,12 @@ class Layout:
         >>> from mpiattn import Layout
         >>> Layout.grid((3, 4), (1, 2)).positions(1)
         array([ 2,  3,  6,  7, 10, 11])
+        >>> Layout.grid((4, 3), (2, 1), order="fortran").positions(1)
+        array([ 2,  3,  6,  7, 10, 11])
         """
-        lengths, order = of_grid(shape, cart, sizes)
+        lengths, numbers, remembered = of_grid(shape, cart, sizes, order)
         seqlen, chunks = (math.prod(map(count, lengths)) for count in (sum, len))
-        return Layout(GRID, seqlen, chunks, lengths, order)
+        return Layout(GRID, seqlen, chunks, lengths, numbers, cart=remembered)
 
     @cached_property
     def _pieces(self) -> Pieces | None:
@@ -218,8 +228,8 @@ class Layout:
         return f"Layout({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields alone, without ranges: what is cached can be made again."""
-        return {**{name: self.__dict__[name] for name in self.__dataclass_fields__}, "_ranges": {}}
+        """The fields alone, without ranges, which can be made again, and without what is of this process."""
+        return {**{name: self.__dict__[name] for name in self.__dataclass_fields__}, "_ranges": {}, "cart": None}
 
     def ranges(self, chunk: int) -> tuple[range, ...]:
         """The tokens of a chunk as ranges.

@@ -10,6 +10,8 @@ from .closest import of_choices
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+ORDERS = "c", "fortran"  # of the axes of a grid: the last one is consecutive in memory, or the first
+
 
 def one_of(name: str, value: object, choices: Collection[object]) -> None:
     """Raise ArgumentError unless a value is among the choices."""
