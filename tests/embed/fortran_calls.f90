@@ -398,28 +398,46 @@ contains
   ! A Cartesian communicator whose dims are in the order of a field, (px, py).
   subroutine field_plan()
     type(MPI_Comm) :: cart, by_y_and_x
-    type(mpiattn_plan) :: plan
+    type(mpiattn_plan) :: plan, in_c_order
     integer, parameter :: nx = 9, ny = 7
-    integer :: dims(2), coords(2), rank, px, py, x0, y0, x, y, status
+    integer :: dims(2), coords(2), rank, px, py, x0, y0, bx, by, x, y, status
     integer(int64), allocatable :: positions(:)
+    real(real32), allocatable :: q(:, :, :, :), out(:, :, :, :), other(:, :, :, :)
     character(100) :: text
     dims = 0
     call MPI_Dims_create(ranks, 2, dims)
     px = dims(1)
     py = dims(2)
-    call MPI_Cart_create(MPI_COMM_WORLD, 2, dims, [.false., .false.], .false., cart)
+    call MPI_Cart_create(MPI_COMM_WORLD, 2, [px, py], [.true., .false.], .false., cart)
+    write (text, '(2(a, i0), a)') 'order=fortran, grid=', nx, 'x', ny, ', heads=2, head_dim=8'
+    call mpiattn_plan_create(cart%MPI_VAL, trim(text) // ', mask=neighborhood 5x3 cyclic=0', plan, status)
+    call done(status, 'plan_create with axes in the order of Fortran')
     call MPI_Comm_rank(cart, rank)
     call MPI_Cart_coords(cart, rank, 2, coords)
-    call MPI_Comm_split(cart, 0, coords(2) * px + coords(1), by_y_and_x)
-    write (text, '(4(a, i0), a)') 'grid=', ny, 'x', nx, ', dims=', py, 'x', px, ', heads=2, head_dim=8'
-    call mpiattn_plan_create(by_y_and_x%MPI_VAL, text, plan, status)
-    call done(status, 'plan_create on another communicator')
     call mpiattn_plan_positions(plan, positions, status=status)
     x0 = coords(1) * (nx / px) + min(coords(1), mod(nx, px))
     y0 = coords(2) * (ny / py) + min(coords(2), mod(ny, py))
     call check(all(positions == [((int(x + nx * y, int64), &
       x=x0, x0 + nx / px + merge(1, 0, coords(1) < mod(nx, px)) - 1), &
       y=y0, y0 + ny / py + merge(1, 0, coords(2) < mod(ny, py)) - 1)]), 'the blocks are others')
+    bx = nx / px + merge(1, 0, coords(1) < mod(nx, px))
+    by = ny / py + merge(1, 0, coords(2) < mod(ny, py))
+    q = numbers([8, 2, bx * by, 1], 4000 * rank)
+    allocate (out, other, mold=q)
+    call mpiattn_forward(plan, q, q, q, out, status=status)
+    call done(status, 'forward of a field')
+    call mpiattn_forward(plan, reshape(q, [8, 2, bx, by]), q, q, out, status=status)
+    call refused(status, MPIATTN_ERR_ARGUMENT, 'one axis, tokens = ')
+
+    call MPI_Comm_split(cart, 0, coords(2) * px + coords(1), by_y_and_x)
+    write (text, '(4(a, i0), a)') 'grid=', ny, 'x', nx, ', dims=', py, 'x', px, ', heads=2, head_dim=8'
+    call mpiattn_plan_create(by_y_and_x%MPI_VAL, trim(text) // ', mask=neighborhood 3x5 cyclic=1', in_c_order, status)
+    call done(status, 'plan_create with axes in the order of C')
+    call mpiattn_forward(in_c_order, q, q, q, other, status=status)
+    call check(status == MPIATTN_OK .and. all(abs(other - out) < 1e-5), 'the order of axes gives other numbers')
+    call mpiattn_plan_create(cart%MPI_VAL, trim(text) // ', mask=neighborhood 3x5 grid=9x7', in_c_order, status)
+    call refused(status, MPIATTN_ERR_ARGUMENT, 'layout is of a grid of 7x9')
+    call mpiattn_plan_free(in_c_order, status)
     call mpiattn_plan_free(plan, status)
     call MPI_Comm_free(by_y_and_x)
     call MPI_Comm_free(cart)

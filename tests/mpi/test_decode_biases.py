@@ -11,7 +11,7 @@ from mpiattn.backends.numpy.backend import NumpyBackend
 from mpiattn.decode import biases
 from mpiattn.errors import KeywordError
 from mpiattn.schedule.reduction import ALGORITHMS
-from mpiattn.verify.reference_masks import shown
+from mpiattn.verify.reference_masks import place_of, shown
 
 ALL = (*ALGORITHMS, *RINGS)
 
@@ -25,6 +25,9 @@ def dense(
     at, keys = np.arange(tokens - queries, tokens)[:, None], np.arange(tokens)[None]
     distance, seen = keys - at, np.ones((queries, tokens), bool)
     seen &= (distance <= 0) | (not causal)
+    place = None if mask is None else place_of(mask, tokens, tokens)
+    if place is not None:  # of drafts, along their paths
+        distance = place(keys) - place(at)
     seen &= True if window[0] is None else distance >= -window[0]
     seen &= True if window[1] is None else distance <= window[1]
     seen &= True if mask is None else shown(mask, at[:, 0], keys[0], tokens, tokens)

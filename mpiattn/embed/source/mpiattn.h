@@ -153,6 +153,7 @@ MPIATTN_API int mpiattn_set_output(mpiattn_output output, void* context);
  * whose blocks on the ranks are the layout; dims (such as 2x3), the ranks along its axes; and sizes (such as
  * 40,24xeven), the lengths of the blocks along each axis.  Without dims the ranks are those of the communicator, which
  * must then be Cartesian.  Without sizes the split is even: the first blocks have one point more than the last.
+ * With order=fortran the first axis of grids is consecutive, in all of these and in the mask.
  * A name that is not known is an error of the call that gets the options. */
 MPIATTN_API int mpiattn_options_create(const char* text, mpiattn_options* options);
 MPIATTN_API int mpiattn_options_set_text(mpiattn_options options, const char* name, const char* value);
