@@ -113,7 +113,8 @@ def biased_with(drawn, shown, value):
         some["bias"] = np.where(hidden, np.asarray(value, drawn.bias.dtype), drawn.bias)
     if drawn.key_bias is not None:
         hidden = ~shown.any(axis=1)
-        hidden = hidden[:, None] if drawn.key_bias.ndim == 3 else hidden.all(axis=0)
+        of_each_entry = drawn.key_bias.ndim == 3 and drawn.key_bias.shape[0] > 1
+        hidden = hidden[:, None] if of_each_entry else hidden.all(axis=0)
         some["key_bias"] = np.where(hidden, np.asarray(value, drawn.key_bias.dtype), drawn.key_bias)
     return drawn._replace(**some)
 
