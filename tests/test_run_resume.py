@@ -369,6 +369,7 @@ fsync = os.fsync
 def slow(handle):
     if os.readlink(f"/proc/self/fd/{handle}").endswith(".unfinished"):
         os.fsync = fsync
+        time.sleep(1)  # the other rank hears of what stays
         os.kill(int(Path(pid).read_text()), signal.SIGTERM)
         time.sleep(30)
     fsync(handle)

@@ -308,12 +308,12 @@ def test_an_array_that_would_write_one_file(submit, tmp_path):
 
 
 def test_a_heterogeneous_job_of_which_one_component_runs(submit, tmp_path):
-    """The variable is what Slurm gives such a job."""
+    """The variable is what Slurm gives such a job; srun, which would look for the components, does not see it here."""
     said = "mpiattn: WARNING: this is a heterogeneous job of 2 components, of which the first alone runs ranks"
     options = ["--nodes=1", "--ntasks-per-node=1"]
     job = submit("slurm/run.sbatch", "in.h5", "out.h5", options=options)
     assert job.state == "COMPLETED" and said not in job.log, job.log
-    job = submit("slurm/run.sbatch", "in.h5", "out.h5", options=options, site="export SLURM_HET_SIZE=2\n")
+    job = submit("slurm/run.sbatch", "in.h5", "out.h5", options=options, site="SLURM_HET_SIZE=2\n")
     assert job.state == "COMPLETED" and job.log.count(said) == 1, job.log
 
 
