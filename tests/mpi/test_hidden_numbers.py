@@ -48,7 +48,7 @@ OPTIONS = {
     "key_bias": {"kinds": "key_bias"},
     "dropout": {"kinds": "dropout", "softcap": 2.0},
     "all": {"softcap": 2.0, "sinks": True, "kinds": "bias key_bias alibi relative dropout"},
-    "shared_kv": {"shared_kv": True, "softcap": 2.0},
+    "shared_kv": {"shared_kv": True, "scale": 0.5, "softcap": 2.0},
     "half": {"dtype": "bfloat16", "softcap": 2.0},
 }
 
