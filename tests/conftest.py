@@ -68,6 +68,7 @@ def pytest_configure(config):
     # here, not in pyproject.toml, which is not there where mpiattn is installed
     for line in (
         "many: a multi-rank test that is also worth its time on 5, 6, 7, 8 and 12 ranks",
+        "whole: a multi-rank test of the launch itself, which needs all of its ranks",
         "group: a multi-rank test of a given number of ranks (set by itself)",
         "thorough(why): takes seconds, and quicker tests look at the same; runs with --thorough or --slow, or by name",
         "slow: takes long; runs with --slow",

@@ -88,6 +88,8 @@ def _ranks_of(item):
     """On how many ranks a test runs with --drawn-ranks: as many as it is for, or a number that the seed draws."""
     if "group" in item.fixturenames:
         return item.callspec.params["group"]
+    if item.get_closest_marker("whole"):
+        return MPI.COMM_WORLD.size
     numbers = range(1, MPI.COMM_WORLD.size + 1)
     if "at_least" in item.fixturenames:
         numbers = [n for n in numbers if n >= MOST_NEEDED] or numbers[-1:]

@@ -13,6 +13,7 @@ from mpiattn.comm.agreement import from_rank_0, is_everywhere
 from mpiattn.comm.peers import HEAD, Peers
 from mpiattn.model import search
 from mpiattn.model.machine import DEFAULT, H100
+from mpiattn.system.words import number
 
 SHAPE = {"seqlen": 203, "heads": 4, "head_dim": 8, "causal": True, "direction": "both"}
 
@@ -152,7 +153,7 @@ def test_what_a_cache_says_of_itself(comm):
     cache = KVCache(comm, capacity=100, sequences=2, kv_heads=2, head_dim=8, value_dim=5, dtype="float16", page_size=16)
     cache.append(np.zeros((2, 3, 2, 8), np.float16), np.zeros((2, 3, 2, 5), np.float16), counts=[3, 2])
     said = (
-        f"KVCache(2 sequences, 5 of 100 tokens, 2 KV heads x 8 (5 of values), float16; {comm.size} ranks, "
+        f"KVCache(2 sequences, 5 of 100 tokens, 2 KV heads x 8 (5 of values), float16; {number(comm.size, 'rank')}, "
         f"pages of 16, {cache.backend}; open)"
     )
     assert repr(cache) == said

@@ -2,10 +2,13 @@
 
 import json
 
+import pytest
+
 from mpiattn.check.survey import steps, survey
 from mpiattn.console.launch import Job
 
 
+@pytest.mark.whole
 def test_nothing_fails_here(comm, tmp_path_factory):
     folder = comm.bcast(str(tmp_path_factory.mktemp("check")) if comm.rank == 0 else None)
     done = []
