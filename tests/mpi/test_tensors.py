@@ -139,7 +139,7 @@ def test_what_requires_a_gradient(comm):
             "q ": lambda: plan.forward(q, k, k),
             "q": lambda: attention(q, k, k, comm=comm),
             "array": lambda: plan.scatter(whole, root=None),
-            "array ": lambda: plan.gather(whole[:, plan.positions]),
+            "chunk": lambda: plan.gather(whole[:, plan.positions]),
             "k": lambda: cache.append(new, new),
         }
         for name, call in calls.items():
