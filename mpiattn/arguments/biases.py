@@ -125,7 +125,7 @@ class BiasArguments(NamedTuple):
         return grid, cyclic
 
     def compared(self) -> dict[str, Any]:
-        """What must be the same on every rank, by name, after `functions` and `threshold` have accepted it.
+        """The values that ranks compare, by name, after `functions` and `threshold` have accepted them.
 
         Without what is left out, since a rank that gives no bias at all compares nothing of them.
         """

@@ -177,7 +177,7 @@ def _kernels():
 
 
 def _instruction_sets():
-    """Of each instruction set of the back end cpu: whether it can be taken, and why not; None without kernels."""
+    """Whether each instruction set of the back end cpu can be taken, and why not; None without kernels."""
     if backends.find("cpu").missing():
         return None
     sets = []

@@ -41,7 +41,7 @@ SENT = {
 
 
 def _saved(share):
-    """What is saved compared with Ring; of what sends more than Ring, how many times as much."""
+    """The bytes saved compared with Ring; for a tile that sends more than Ring, how many times as much."""
     if share is None:
         return "-"
     return percent(share) if share > -ROUNDED else f"{1 - share:.3g} x Ring"

@@ -12,7 +12,7 @@ REMEDY = "compile them without options that change arithmetic, see `mpiattn info
 
 @cache
 def fault(name):
-    """What is wrong with the kernels of a set that is `library.runnable`; "" if nothing is."""
+    """The fault of the kernels of a set that is `library.runnable`, in words; "" if there is none."""
     return trial.fault(library.Kernels(name))
 
 

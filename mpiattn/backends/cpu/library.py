@@ -142,7 +142,7 @@ def missing():
 
 
 def _how_to_get(name):
-    """What to do for a set that this processor has and that was not compiled; "" for others."""
+    """Advice about a set that this processor has and that was not compiled; "" for others."""
     state = instruction_sets().get(name)
     if state is None or not state.supported:
         return ""

@@ -18,7 +18,7 @@ LIMITS = {"float32": 1e-4, "float64": 1e-10, "float16": 1e-4, "bfloat16": 2e-2}
 
 
 def fault(kernels):
-    """What is wrong with the kernels of an instruction set, in words; "" if nothing is.  Takes 1 ms."""
+    """The fault of the kernels of an instruction set, in words; "" if there is none.  Takes 1 ms."""
     q, k, v, begin, end = _block()
     want, want_lse = _attention(q, k, v, begin, end)
     for dtype, limit in LIMITS.items():
