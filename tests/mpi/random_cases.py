@@ -9,6 +9,8 @@ from runs import tiles
 
 from mpiattn import Layout, masks
 from mpiattn.backends.cpu import library
+from mpiattn.errors import ArgumentError
+from mpiattn.plan.grids import check_grids
 from mpiattn.schedule.regroup import every_tile
 
 WINDOWS = [(3, 0), (5, 4), (None, 2), (20, None), (0, 0), (60, 60)]
@@ -79,6 +81,15 @@ def draw_mask(rng):
     return mask, seqlen, seqlen_k
 
 
+def of_the_grid(mask, layout):
+    """The layout, as plain ranges if it is a grid that a plan refuses, as it is not the grid of the mask."""
+    try:
+        check_grids(None, mask, layout)
+    except ArgumentError:
+        return Layout.of_ranges([layout.ranges(rank) for rank in range(layout.chunks)])
+    return layout
+
+
 def draw_case(seed, index, size):
     """The case of that index in a launch of `size` ranks."""
     rng = random.Random(f"{seed} {index} {size}")
@@ -90,7 +101,7 @@ def draw_case(seed, index, size):
     mask, seqlen, seqlen_k = draw_mask(rng) if several else (None, seqlen, seqlen_k)
     layout = rng.choice(["contiguous", "striped", "zigzag", "uneven", "any", "any"])
     if layout == "any":
-        layout = tuple(divisions.either(rng, n, ranks) for n in (seqlen, seqlen_k))
+        layout = tuple(of_the_grid(mask, divisions.either(rng, n, ranks)) for n in (seqlen, seqlen_k))
         layout = layout[:1] * 2 if seqlen == seqlen_k and rng.random() < 0.5 else layout
     elif layout == "uneven":
         layout = tuple(Layout("contiguous", n, ranks, cut(rng, n, ranks)) for n in (seqlen, seqlen_k))
