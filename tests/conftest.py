@@ -118,7 +118,11 @@ def pytest_ignore_collect(collection_path, config):
         return None
     if _is_multi_rank(path):
         return None if LAUNCHED or any(map(_is_multi_rank, _named(config))) else True
-    return True if RANK else None  # serial tests are rank 0's
+    if RANK:  # serial tests are rank 0's
+        return True
+    # To import a file, only to leave all its tests out, takes time.
+    wanted = config.option.thorough or config.option.slow or path in _named(config)
+    return True if path.name in thorough.WHY and not wanted else None
 
 
 def pytest_itemcollected(item):
