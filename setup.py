@@ -17,6 +17,7 @@ import hashlib
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -129,6 +130,8 @@ class BuildKernels(build_ext):
             compiler_so=[*compiler, *options("CPPFLAGS", "CFLAGS")],
             linker_so=[*compiler, "-shared", *options("CFLAGS", "LDFLAGS")],
         )
+        if shutil.which(compiler[0]) is None:
+            raise CompileError(f"there is no C compiler {compiler[0]}")
         reset = _known(compiler, RESET)
 
         def compiled(source, name, macros, arguments=()):

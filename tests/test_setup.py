@@ -58,10 +58,11 @@ def test_an_installation_has_the_set_of_this_processor(tmp_path):
     assert set(every) >= set(supported) | set(compiled)
 
 
-def test_without_a_compiler(tmp_path):
+@pytest.mark.parametrize("compiler", ["/bin/false", "/nowhere/cc"], ids=["broken", "absent"])
+def test_without_a_compiler(tmp_path, compiler):
     """The wheel says that it is for every machine."""
     build, wheel = ("build", "--build-base", tmp_path / "base"), ("bdist_wheel", "-b", tmp_path / "b", "-d", tmp_path)
-    outcome = setup(*build, *wheel, CC="/bin/false")
+    outcome = setup(*build, *wheel, CC=compiler)
     assert outcome.returncode == 0, outcome.stderr
     assert 'building extension "mpiattn.backends.cpu._kernels" failed' in outcome.stderr
     (path,) = tmp_path.glob("*.whl")
@@ -86,6 +87,7 @@ def test_without_a_compiler(tmp_path):
     [
         ({"MPIATTN_BUILD_KERNELS": "no"}, "MPIATTN_BUILD_KERNELS is 'no'; it may be 0"),
         ({"MPIATTN_BUILD_KERNELS": "1", "CC": "/bin/false"}, "/bin/false"),
+        ({"MPIATTN_BUILD_KERNELS": "1", "CC": "/nowhere/cc -m64"}, "there is no C compiler /nowhere/cc"),
         ({"_PYTHON_HOST_PLATFORM": "linux-riscv64", "CC": ""}, f"to build for riscv64 on {platform.machine()}, set CC"),
     ],
 )
