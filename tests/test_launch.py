@@ -15,6 +15,7 @@ import pytest
 pytestmark = pytest.mark.workshop
 WHOLE = (2,)  # rank counts that run all tests, of each up to SOME cases
 SOME = 4
+DRAWN = 2  # cases of each test on a drawn number of ranks
 BRIEF = 1, 3, 4  # that run few by default, a case of each, the others with --slow; one in turn runs those of any number
 MORE = 5, 6, 7, 8, 12  # that run few, a case of each, with --slow
 CHOSEN = os.environ.get("MPIATTN_RANKS")
@@ -53,7 +54,7 @@ def run_multi_rank(pytestconfig):
 @pytest.mark.skipif(CHOSEN is not None, reason="MPIATTN_RANKS chooses other numbers of ranks")
 def test_multi_rank_drawn(run_multi_rank):
     """Each test on a number of ranks from 1 to 4, drawn by the seed: ranks of one launch, which collects once."""
-    run_multi_rank(max(BRIEF), "--drawn-ranks", most=SOME)
+    run_multi_rank(max(BRIEF), "--drawn-ranks", most=DRAWN)
 
 
 @pytest.mark.thorough("test_multi_rank_drawn runs each of these tests on one of these numbers of ranks")

@@ -32,6 +32,7 @@ WHY = {
     "test_packaging.py": PROGRAMS,
     "test_parallel_hdf5.py": RARE,
     "test_plots_files.py": "test_plots.py and test_plots_page.py draw the same pictures",
+    "test_slurm.py": "starts a cluster of Slurm; test_cli_slurm.py and test_slurm_launchers.py look at the same scripts",
     "test_startup.py": COMMANDS,
     "test_your_code_docs.py": PROGRAMS,
     "test_check.py::test_two_nodes": COMMANDS,
