@@ -55,6 +55,8 @@ def train(comm: MPI.Intracomm, q: Any, k: Any, v: Any) -> float:
         plan.forward(q, k, v, check="no")  # type: ignore[arg-type]
         with plan.like(seqlen=100) as other:
             sent: tuple[int, int] = other.sent
+        plan.like(window=None, mask=None, causal=False, scale=0.1).close()
+        plan.like(window=7)  # type: ignore[arg-type]
         plan.predicted_trace().waiting.mean()
     mpiattn.MeshAttention(comm, heads=8, head_dim=64)  # type: ignore[call-arg]
     tensors = mpiattn.torch.attention(plan, *map(torch.from_numpy, (dq, dk, dv)))

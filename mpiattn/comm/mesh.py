@@ -343,13 +343,18 @@ class Home:
 
         peers: all ranks, from `peers`.  order: the ranks in the order of the mesh; None: their own order.
         """
-        mesh = self.meshes.pop((tile, order), None) or blocking(peers, lambda: Mesh(self.comm, tile, order))
-        self.meshes[tile, order] = mesh  # behind those that were wanted before
+        mesh = self.unused_mesh(peers, tile, order)
         mesh.users += 1
         return mesh
 
+    def unused_mesh(self, peers, tile, order=None):
+        """As `mesh`, without one more user: `share` counts that; collective."""
+        mesh = self.meshes.pop((tile, order), None) or blocking(peers, lambda: Mesh(self.comm, tile, order))
+        self.meshes[tile, order] = mesh  # behind those that were wanted before
+        return mesh
+
     def share(self, mesh):
-        """Count one more user of the home and of a mesh that is in use."""
+        """Count one more user of the home, which has some, and of a mesh."""
         self.users += 1
         mesh.users += 1
 

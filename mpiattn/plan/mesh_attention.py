@@ -184,7 +184,7 @@ class MeshAttention(Lifetime):
             self._check_memory(home, peers)
             with agreement(peers):  # out of memory on one rank must not hang the others
                 self._prepare(home)
-            self._begin(home)
+            self._begin(home, self._why)
 
     @refusing("forward", of_call("forward"))
     def forward(

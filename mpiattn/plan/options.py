@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import os
 
     from ..model.machine import Machine
+    from ..problem.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,12 @@ class Asked(NamedTuple):
         """From the arguments of `MeshAttention` by name, which have the defaults of both records."""
         return cls(for_record(Problem, arguments), Options(**for_record(Options, arguments)))
 
-    def of_lengths(self, seqlen: int, seqlen_k: int) -> Asked:
-        """The same for other numbers of tokens."""
-        return self._replace(problem={**self.problem, "seqlen": seqlen, "seqlen_k": seqlen_k})
+    def changed(self, changes: dict[str, Any]) -> Asked:
+        """The same with other arguments of the problem."""
+        return self._replace(problem={**self.problem, **changes})
+
+    def of_other_lengths(self, layouts: tuple[Layout, ...]) -> Asked:
+        """The same without what it says of tokens of the old lengths alone.  layouts: those of the new lengths."""
+        kept = self.options
+        layout = kept.layout if isinstance(kept.layout, str) else layouts
+        return self._replace(options=replace(kept, layout=layout, expected_cu_seqlens=None))

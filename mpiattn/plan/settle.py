@@ -6,7 +6,7 @@ import functools
 import pickle
 from collections import OrderedDict
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..arguments.keywords import for_record
 from ..comm.agreement import agreement, from_rank_0
@@ -14,6 +14,7 @@ from ..comm.transport import make_backend
 from ..model import search
 from ..model.space import SearchSpace, allowed_schedules
 from ..model.tuned import machine_for
+from ..problem.documents import expected_cuts
 from ..problem.problem import Problem, check_scale_given
 from ..system.values import AsGiven
 from .decision import Decision
@@ -26,6 +27,8 @@ OF_EVERY_RANK = ("problem", "mask")  # fields of a Decision; a mask may be large
 NOT_CHOSEN_BY = ("backend", "transport", "max_message", "machine", "timeout")
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from ..backends.base import Backend
     from ..comm.mesh import Home
     from ..comm.peers import Peers
@@ -128,23 +131,55 @@ def space_of(
     )
 
 
-def resized(decision: Decision, asked: Asked) -> Decision:
+def asked_like(decision: Decision, asked: Asked, changes: dict[str, Any]) -> tuple[Asked, Problem]:
+    """What is asked for a plan with other arguments of the problem, and that problem; not collective.
+
+    decision, asked: of the plan that it is like.  Raises ArgumentError.
+    """
+    asked, before = asked.changed(changes), decision.problem
+    problem = Problem(**asked.problem)
+    check_scale_given(asked.problem["scale"], problem.shared_kv, problem.head_dim)
+    if (problem.seqlen, problem.seqlen_k) != (before.seqlen, before.seqlen_k):
+        asked = asked.of_other_lengths(_of_lengths(decision.choice.layouts, problem))
+    return asked, problem
+
+
+def _of_lengths(layouts: tuple[Layout, Layout], problem: Problem) -> tuple[Layout, ...]:
+    """Layouts of queries and of keys of the same kinds with the lengths of a problem.  Raises ArgumentError."""
+    lengths = problem.seqlen, problem.seqlen_k
+    return tuple(replace(layout, seqlen=tokens) for layout, tokens in zip(layouts, lengths))
+
+
+def resized(decision: Decision, asked: Asked, problem: Problem) -> Decision:
     """A Decision with the same choices for another problem, without a search; not collective.  Raises ArgumentError."""
-    problem, chosen = Problem(**asked.problem), decision.choice
-
-    def of_new_lengths(layouts: tuple[Layout, Layout]) -> tuple[Layout, ...]:
-        return tuple(
-            replace(layout, seqlen=tokens) for layout, tokens in zip(layouts, (problem.seqlen, problem.seqlen_k))
-        )
-
+    chosen = decision.choice
     checked = replace(
         asked.options.unchecked(),
         tile=chosen.tile,
-        layout=[of_new_lengths(chosen.layouts)],
-        mesh_layout=of_new_lengths(chosen.mesh_layouts),
+        layout=[_of_lengths(chosen.layouts, problem)],
+        mesh_layout=_of_lengths(chosen.mesh_layouts, problem),
         fixed=True,
         schedule=chosen.schedule,
         route=chosen.route,
-        expected_cu_seqlens=None,
+        expected_cu_seqlens=expected_cuts(problem, asked.options.expected_cu_seqlens),
     )
     return _choose(problem, checked, decision.machine, decision.order, decision.nodes)
+
+
+def checked_for_layouts(decision: Decision, asked: Asked, problem: Problem, comm: MPI.Intracomm) -> CheckedOptions:
+    """What is asked, but with the layouts that were decided; not collective.  Raises ArgumentError."""
+    check_grids(comm, problem.mask, asked.options.layout)
+    layouts = _of_lengths(decision.choice.layouts, problem)
+    return replace(asked.options, layout=layouts).checked(problem, len(decision.nodes))
+
+
+def searched_anew(peers: Peers, decision: Decision, problem: Problem, checked: CheckedOptions) -> Decision:
+    """A Decision for another problem on the same machine and ranks; collective.
+
+    checked: as of `checked_for_layouts`.  Raises ArgumentError, the same on every rank.
+    """
+
+    def choose() -> bytes:
+        return _remembered_choice(problem, checked, decision.machine, decision.order, decision.nodes)
+
+    return _decision_of(from_rank_0(peers, choose), problem, checked.expected_cu_seqlens)

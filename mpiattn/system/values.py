@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -79,6 +80,18 @@ class AsGiven:
 
     def __repr__(self):
         return repr(self.value)
+
+
+class Unchanged(Enum):
+    """The default of arguments that keep an earlier value where they are left out, and of which None is a value."""
+
+    UNCHANGED = "unchanged"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+UNCHANGED = Unchanged.UNCHANGED
 
 
 class Words(str):
