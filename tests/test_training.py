@@ -91,7 +91,7 @@ def test_training_is_deterministic():
 
 
 @needs_example
-@pytest.mark.parametrize("name", ["step", "ddp"])
+@pytest.mark.parametrize("name", ["step", "ddp", "layers"])
 def test_step_of_the_documentation(name):
     """Gradients summed over three ranks are those of one."""
     text = (launch.DOCS / "training.md").read_text()

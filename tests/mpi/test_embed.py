@@ -193,6 +193,26 @@ def test_distribution(c, comm):
     plan.close()
 
 
+def test_another_mask_with_the_same_positions(c, comm):
+    """As `like` of Python, with the layout of the first plan among the options of the second."""
+    how = {"seqlen": 30, "heads": 2, "head_dim": 4}
+    text = "seqlen=30, heads=2, head_dim=4, causal=1, layout=zigzag, timeout=60"
+    handle, plan = both(c, comm, text, **how, causal=True, layout="zigzag")
+    options = options_of(c, **how, causal=1, window="5,0", timeout=60)
+    c.ok("options_set_layout", options, "layout", handle, 0)
+    sliding = c.new("plan_create", comm.py2f(), options)
+    q, k, v, _ = arrays_of(plan, comm.rank)
+    got = np.empty_like(q), np.empty((1, 2, len(plan.positions)), np.float32)
+    c.ok("forward", sliding, q, k, v, *got, NONE)
+    with plan.like(window=(5, 0)) as other:
+        assert np.array_equal(c.integers("plan_positions", len(plan.positions), sliding, 0), other.positions)
+        for result, wanted in zip(got, other.forward(q, k, v)):
+            assert np.abs(result - wanted).max(initial=0) < 1e-5
+    for each in (sliding, handle):
+        c.ok("plan_free", ctypes.byref(each))
+    plan.close()
+
+
 def test_decoding(c, comm, tmp_path_factory):
     handle, plan = both(c, comm, "seqlen=20, heads=2, head_dim=4, timeout=60", seqlen=20, heads=2, head_dim=4)
     cache = c.new("cache_create_text", comm.py2f(), "capacity=64, kv_heads=2, head_dim=4, page_size=4, timeout=60")

@@ -174,7 +174,8 @@ MPIATTN_API int mpiattn_options_free(mpiattn_options* options);
  * seqlen (or grid), heads and head_dim are needed. */
 MPIATTN_API int mpiattn_plan_create(int comm, mpiattn_options options, mpiattn_plan* plan);
 MPIATTN_API int mpiattn_plan_create_text(int comm, const char* options, mpiattn_plan* plan);
-/* A plan for other lengths with the choices of this one. */
+/* A plan for other lengths with the choices of this one.  For another mask with the same positions, of as many keys as
+ * queries: mpiattn_plan_create with mpiattn_options_set_layout(options, "layout", plan, 0). */
 MPIATTN_API int mpiattn_plan_like(mpiattn_plan plan, int64_t seqlen, int64_t seqlen_k, mpiattn_plan* other);
 /* Frees a plan.  After MPI_Finalize it frees this process's memory, and returns MPIATTN_ERR_MPI. */
 MPIATTN_API int mpiattn_plan_free(mpiattn_plan* plan);
