@@ -134,11 +134,14 @@ def pytest_itemcollected(item):
 
 @pytest.hookimpl(trylast=True)  # what -m and -k leave
 def pytest_collection_modifyitems(config, items):
-    """Multi-rank tests first, so that the other ranks don't spin in MPI while rank 0 runs the serial ones."""
+    """Multi-rank tests first, so that the other ranks don't spin in MPI while rank 0 runs the serial ones.
+
+    Their launches are the longest tests, so that with -n the other files run beside them, none after them.
+    """
     kept = [item for item in items if _is_wanted(item, config)]
     kept = kept if config.option.all else draws.drawn(kept, SIZE, config.option.most)
     config.hook.pytest_deselected(items=list(set(items).difference(kept)))
-    items[:] = sorted(kept, key=lambda item: not _is_multi_rank(item.path))
+    items[:] = sorted(kept, key=lambda item: not (_is_multi_rank(item.path) or item.path.name == "test_launch.py"))
 
 
 def _is_wanted(item, config):

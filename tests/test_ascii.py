@@ -28,6 +28,7 @@ COMMANDS = {
 FAIL = "no file", "no folder", "no option", "no number", "no mask"
 
 
+@pytest.mark.draw(6)
 @pytest.mark.parametrize("variables", [ASCII, POSIX], ids=["ascii", "posix"])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_names_are_printed(name, variables, tmp_path):

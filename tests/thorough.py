@@ -6,6 +6,7 @@ By file or by test, without the cases.  A file that is named on the command line
 EMULATED = "kernels emulated on the CPU take seconds a case; test_kernels_forward.py and tests/mpi run some"
 COMMANDS = "launches of commands; test_words.py, test_run.py and test_decode_cli.py run each command once"
 PROGRAMS = "compiles or runs whole programs; test_examples.py and tests/mpi call the same functions"
+WORKSHOP = "tests a tool of those who work on mpiattn, which no user runs"
 RARE = "makes up hosts, networks, disks or processors that few machines have"
 
 WHY = {
@@ -25,6 +26,8 @@ WHY = {
     "test_fortran.py": PROGRAMS,
     "test_fuzzed_files.py": "many odd files; test_run_errors.py has one of each kind",
     "test_gpu_aware.py": RARE,
+    "test_gpu_script.py": WORKSHOP,
+    "test_hopper.py": WORKSHOP,
     "test_kernels_backward.py": EMULATED,
     "test_kernels_ranks.py": EMULATED,
     "test_netcluster.py": RARE,
@@ -32,9 +35,10 @@ WHY = {
     "test_packaging.py": PROGRAMS,
     "test_parallel_hdf5.py": RARE,
     "test_plots_files.py": "test_plots.py and test_plots_page.py draw the same pictures",
-    "test_slurm.py": "starts a cluster of Slurm; test_cli_slurm.py and test_slurm_launchers.py look at the same scripts",
+    "test_slurm.py": "starts a Slurm; test_cli_slurm.py and test_slurm_launchers.py look at the same scripts",
     "test_startup.py": COMMANDS,
     "test_your_code_docs.py": PROGRAMS,
+    "test_check.py::test_the_mpiexec_of_another_mpi": RARE,
     "test_check.py::test_two_nodes": COMMANDS,
     "test_check.py::test_versions_that_differ": COMMANDS,
     "test_check.py::test_probe_from_inside_a_launch": COMMANDS,
@@ -42,6 +46,10 @@ WHY = {
     "test_check.py::test_too_many_threads": COMMANDS,
     "test_cuda.py::test_commands_and_one_call": EMULATED,
     "test_failures.py::test_timeout_must_be_a_time": COMMANDS,
+    "test_generate.py::test_larger_than_memory": "writes files larger than a limit of memory",
+    "test_launch.py::test_selections": WORKSHOP,
+    "test_launch.py::test_time_limit_ends_every_rank": WORKSHOP,
+    "test_launch.py::test_whole_suite_under_a_launcher": WORKSHOP,
     "test_output_lock.py::test_two_runs_of_one_output": COMMANDS,
     "test_run_log.py::test_more_threads_than_cores": COMMANDS,
     "test_run_many.py::test_more_groups_of_a_shape_take_no_more_messages": COMMANDS,
