@@ -15,7 +15,8 @@ from mpiattn.problem.problem import Problem
 from mpiattn.schedule import travels
 from mpiattn.schedule.kinds import IN_COLUMNS, KINDS
 from mpiattn.schedule.needed import Activity
-from mpiattn.schedule.ranges import cover, places, positions, rest, total
+from mpiattn.schedule.ranges import places, positions, rest, total
+from mpiattn.schedule.table import Lines, Table
 from mpiattn.schedule.tile import Tile, tiles
 
 
@@ -88,7 +89,7 @@ WINDOWS = [(0, 0), (2, None), (None, 3), (5, 1), (17, 4), (40, 40), (None, None)
 
 
 def draw(rng, several):
-    ranks = rng.choice([4, 6, 8, 12])
+    ranks = rng.choice([1, 4, 5, 6, 7, 8, 12])
     seqlen = rng.randint(1, 60)
     seqlen_k = rng.choice([seqlen, rng.randint(1, 60)])
     problem = Problem(
@@ -105,10 +106,11 @@ def draw(rng, several):
     )
     kinds = rng.choice([(kind, kind) for kind in LAYOUTS] * 3 + [(kind, rng.choice(LAYOUTS)) for kind in LAYOUTS])
     layouts = [Layout(kind, tokens, ranks) for kind, tokens in zip(kinds, (seqlen, seqlen_k))]
-    if kinds[0] == "contiguous" and rng.random() < 0.3:  # uneven and empty
-        cuts = sorted(rng.randint(0, seqlen) for _ in range(ranks - 1))
-        sizes = [b - a for a, b in zip([0, *cuts], [*cuts, seqlen])]
-        layouts[0] = Layout("contiguous", seqlen, ranks, sizes)
+    for side, tokens in enumerate((seqlen, seqlen_k)):
+        if kinds[side] == "contiguous" and rng.random() < 0.3:  # uneven and empty
+            cuts = sorted(rng.randint(0, tokens) for _ in range(ranks - 1))
+            sizes = [b - a for a, b in zip([0, *cuts], [*cuts, tokens])]
+            layouts[side] = Layout("contiguous", tokens, ranks, sizes)
     if rng.random() < 0.3:
         layouts = [divisions.either(rng, tokens, ranks) for tokens in (seqlen, seqlen_k)]
 
@@ -137,6 +139,39 @@ def test_tokens_and_bytes_are_those_of_the_pairs(seed, several):
             for rank in range(tile.ranks):
                 sent = travels.sent(problem, lengths, tile, rank, route, direction, activity, collective)
                 assert sent == tuple(counted.sent(kind, rank, route, collective) * nbytes[kind] for kind in kinds)
+
+
+@pytest.mark.draw(40)
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("seed", range(150))
+def test_the_table_of_all_ranks_is_that_of_the_pairs(seed, several):
+    """Whatever hops carry; and parts of the table are as in the whole."""
+    problem, layouts, documents, tile = draw(random.Random(1000 + seed), several)
+    counted = Counted(visible(problem, documents), layouts, tile, several)
+    table = Table(problem.whole_mask, *layouts, documents)
+    for column, kind in ((False, "Q"), (True, "KV")):
+        lines, extent = Lines(table.side(column), tile, column), tile.extent(kind)
+        carried = {
+            (False, False, False): lambda hop, _: [hop],
+            (False, False, True): lambda hop, _: [hop],
+            (True, False, False): lambda hop, extent: range(1, hop + 1),
+            (False, True, False): lambda hop, extent: range(hop, extent),
+            (True, True, True): lambda hop, extent: range(1, extent),
+        }
+        for (earlier, later, together), users in carried.items():
+            expected = np.zeros((extent, tile.ranks), np.int64)
+            for hop, owner in product(range(1, extent), range(tile.ranks)):
+                needing = [tile.in_group(kind, owner, -user) for user in users(hop, extent)]
+                marks = np.any([counted.needed(column, owner, rank) for rank in needing], axis=0)
+                expected[hop, owner] = counted.filled(column, owner, marks, together).sum()
+            assert np.array_equal(lines.moved(earlier, later, together), expected), (column, earlier, later, together)
+        by_hop, of_own = lines.moved(False, False, False), lines.tokens(lines.needs())
+        assert lines.total == by_hop.sum() and np.array_equal(of_own[1:], by_hop[1:])
+        for rank in range(tile.ranks):
+            needed = lines.tokens(lines.needs(groups=lines.place[rank]))
+            assert np.array_equal(lines.tokens(lines.needs(owners=[rank]))[:, rank], of_own[:, rank])
+            chunks = [tile.in_group(kind, rank, hop) for hop in range(extent)]
+            assert np.array_equal(needed[range(extent), chunks], of_own[range(extent), chunks])
 
 
 def test_a_window_sends_its_width():
@@ -192,10 +227,6 @@ def test_what_a_halo_exchange_is_of(text, around):
 
 
 def test_ranges():
-    runs = ((0, 4), (4, 10))
-    assert cover(runs, [(1, 2), (3, 4), (6, 7), (9, 10)]) == ((1, 4), (6, 10))
-    assert cover(runs, [(2, 5)]) == ((2, 5),), "neighbours are joined"
-    assert cover(runs, []) == cover(((0, 0),), [(0, 0)]) == ()
     assert places(((1, 4), (6, 10)), ((2, 3), (6, 8), (9, 10))) == [slice(1, 2), slice(3, 5), slice(6, 7)]
     assert rest(((1, 4), (6, 10)), ((2, 3), (6, 8))) == ((1, 2), (3, 4), (8, 10))
     assert positions(Layout("zigzag", 20, 2), 1, ((1, 7),)) == [range(6, 10), range(10, 12)]

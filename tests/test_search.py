@@ -104,8 +104,8 @@ def test_tokens_of_all_ranks_together(seed):
         work = Work(problem.whole_mask, *pair)
         for tile in tiles(ranks):
             load = Load(work, tile)
-            assert work.moved(True, tile) == load.moved("KV").sum()
-            assert work.moved(False, tile) == load.moved("Q").sum()
+            assert work.lines(True, tile).total == load.moved("KV").sum()
+            assert work.lines(False, tile).total == load.moved("Q").sum()
 
 
 def test_ties_by_bytes_that_are_summed_in_another_order():

@@ -56,7 +56,7 @@ class LowerBounds:
         self._computing = {direction: seconds for direction, seconds in zip(passes, self._launches())}
         self._shortest = sum(seconds.max(axis=2) * ROUNDING for seconds in self._computing.values()).tolist()
         self._transfers, self._received = Remembered(self._transfers_of), Remembered(self._received_in)
-        self.sent, self._moved = Remembered(self._sent), Remembered(work.moved)
+        self.sent = Remembered(self._sent)
 
     def _launches(self):
         """Seconds of computing, of each pass: blocks launched one by one, and all in one launch: (2, tiles, some)."""
@@ -79,7 +79,7 @@ class LowerBounds:
         """{pass: {kind: bytes that a rank sends, mean over ranks}}: exact on the direct route without collectives."""
         return {
             direction: {
-                kind: self._moved(KINDS[direction][kind].column, tile) * nbytes / tile.ranks
+                kind: self._work.lines(KINDS[direction][kind].column, tile).total * nbytes / tile.ranks
                 for kind, nbytes in token_bytes(self._problem, direction).items()
             }
             for direction in self._passes
@@ -122,15 +122,13 @@ class LowerBounds:
         column: whether they move in columns.  gathered: whether they are chunks, else partials.
         """
         ranks, hops = self._blocks.ranks, slice(1, None)
-        group, others = (chunks_of(tile, of_keys, ranks) for of_keys in (column, not column))
+        group, lines = chunks_of(tile, column, ranks), self._work.lines(column, tile)
         if ring:  # all comes from a neighbour
             hops = slice(1, 2) if gathered else slice(-1, None)
+        ahead = np.arange(1, len(group))[:, None]
         if gathered or ring:  # what it needs of the group's chunks
-            tokens = self._work.tokens(column, group, others)[1:]
+            tokens = lines.tokens(lines.needs(groups=lines.place[ranks]))[ahead, group[1:]]
         else:  # what the group needs of its chunk
-            users = group[1:]
-            own = np.broadcast_to(ranks, users.shape)
-            others = chunks_of(tile, not column, users.ravel())
-            tokens = self._work.tokens(column, own.reshape(1, -1), others).reshape(own.shape)
+            tokens = lines.tokens(lines.needs(owners=ranks))[-ahead, ranks]
         crossing = self._nodes[group[hops]] != self._nodes[ranks]
         return np.stack([np.where(crossing, 0, tokens).sum(axis=0), np.where(crossing, tokens, 0).sum(axis=0)])

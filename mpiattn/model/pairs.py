@@ -108,10 +108,3 @@ class Pairs:
         for first in range(0, rows, piece):  # a few rows at a time, which stay in cache
             table[first : first + piece] = block_pairs(self.mask, *self.ranges, (q[first : first + piece], k))
         return table
-
-    def any(self):
-        """Whether there is any pair."""
-        lo, hi = self.mask.key_intervals(np.array(self.mask.unpadded[:1], np.int64))
-        if (lo < hi).any():
-            return True
-        return bool(self.table.any())
