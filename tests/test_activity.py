@@ -72,7 +72,7 @@ def test_keys_that_a_chunk_sees(seed):
         for chunk in range(chunks):
             lo, hi = (bound.ravel() for bound in activity.intervals(chunk))
             by_query = {key for a, b in zip(lo, hi) for key in range(a, b)}
-            seen = list(zip(*activity.seen(chunk)))
+            seen = list(zip(*activity.table.seen(chunk)))
             assert {key for a, b in seen for key in range(a, b)} == by_query
             assert all(a < b for a, b in seen) and all(b < c for (_, b), (c, _) in pairwise(seen)), "disjoint, in order"
             assert not any(bound.any() for bound in activity.columns(chunk, increasing([])))

@@ -154,7 +154,7 @@ def test_rows_that_see_a_neighbours_keys():
     shape, backend = (4, 20), Backend()
     layout = Layout.grid(shape, (1, 2))
     activity = Activity(Problem(80, 1, 1, mask=neighborhood(shape, 3)).whole_mask, layout, layout, Tile(1, 1, 2))
-    keys = ((1, activity.keys(0, 1)),)
+    keys = ((1, activity.needed(True, 1, 0)),)
     ((rows, fields), *_) = AlikeCalls(backend, activity).intervals(((0, ((0, 40),)),), keys)
     assert rows == slice(9, 40) and fields["begin"].shape == (1, 31)
     backend.takes_lists = True

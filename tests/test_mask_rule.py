@@ -12,8 +12,8 @@ from mpiattn.problem.group import Group
 from mpiattn.problem.layout import LAYOUTS, Layout
 from mpiattn.problem.mask import Mask
 from mpiattn.schedule.needed import Activity
-from mpiattn.schedule.ranges import cover, runs_of, total
-from mpiattn.schedule.tile import tiles
+from mpiattn.schedule.ranges import runs_of, total, union
+from mpiattn.schedule.tile import Tile, tiles
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings
@@ -142,6 +142,12 @@ def test_what_closed_forms_know():
     assert Named(9, 9).closed_form and not Named(9, 9, name="another").closed_form
 
 
+def covered(runs, columns):
+    """Of each run, the columns from the first of these to the last, as `Ranges`."""
+    inside = [columns[(start <= columns) & (columns < stop)] for start, stop in runs]
+    return union((some[0], some[-1] + 1) for some in inside if len(some))
+
+
 @pytest.mark.parametrize(("kind", "of_keys"), [*zip(LAYOUTS, LAYOUTS), ("zigzag", "contiguous"), ("striped", "zigzag")])
 @pytest.mark.parametrize(
     ("seqlen", "seqlen_k", "window", "ahead"), [(40, 40, (9, None), 3), (31, 17, (None, None), 2), (17, 31, (0, 1), 50)]
@@ -154,7 +160,7 @@ def test_a_mask_that_is_new(seqlen, seqlen_k, window, ahead, kind, of_keys):
     seen = (apart <= ahead) & (apart >= -(99 if window[0] is None else window[0]))
     assert (sees(mask) == seen).all() and mask.pairs() == seen.sum()
     q_layout, k_layout = layouts = Layout(kind, seqlen, 6), Layout(of_keys, seqlen_k, 6)
-    work = Work(mask, *layouts)
+    work, ring = Work(mask, *layouts), Activity(mask, *layouts, Tile(1, 1, 6))
     for tile in tiles(6):
         activity, load = Activity(mask, *layouts, tile), Load(work, tile)
         assert load.rank_pairs.tolist() == [activity.pairs(rank) for rank in range(6)]
@@ -168,6 +174,6 @@ def test_a_mask_that_is_new(seqlen, seqlen_k, window, ahead, kind, of_keys):
                 assert work.pairs[i, j] == block.sum()
                 columns = np.flatnonzero(block.any(axis=0))
                 if "striped" in (kind, of_keys):
-                    assert bool(activity.keys(i, j)) == (len(columns) > 0)
+                    assert bool(ring.needed(True, j, i)) == (len(columns) > 0)
                 else:
-                    assert activity.keys(i, j) == cover(runs_of(k_layout, j), [(c, c + 1) for c in columns])
+                    assert ring.needed(True, j, i) == covered(runs_of(k_layout, j), columns)

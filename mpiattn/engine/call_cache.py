@@ -82,7 +82,7 @@ class AlikeCalls:
             begin, end = (_side_by_side(side) for side in zip(*pairs))
             working = [number for number in range(len(begin)) if (begin[number] < end[number]).any()]
             together = len(working) > 1 and self._backend.takes_lists and _narrow(begin, end)
-            rows = _seeing(begin, end, together) if working and self.activity.exact else None
+            rows = _seeing(begin, end, together) if working and self.activity.table.exact else None
             if rows is not None:
                 begin, end = begin[:, :, rows], end[:, :, rows]
             if together:

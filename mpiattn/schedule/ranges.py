@@ -87,25 +87,6 @@ def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
     return tuple(joined)
 
 
-def cover(runs: Ranges, ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Of each run, the tokens from the first to the last that lies in one of `ranges`; neighbours are joined.
-
-    The cover of a part lies within the cover of the whole, so what a rank received includes all that it passes on.
-    """
-    some = tuple(ranges)
-    inside: dict[int, tuple[int, int]] = {}
-    for i, start, stop in meeting(runs, some if len(runs) * len(some) <= FEW else union(some)):
-        if i in inside:
-            start, stop = min(start, inside[i][0]), max(stop, inside[i][1])
-        inside[i] = start, stop
-    covered: list[tuple[int, int]] = []
-    for start, stop in inside.values():
-        if covered and covered[-1][1] == start:
-            start, _ = covered.pop()
-        covered.append((start, stop))
-    return tuple(covered)
-
-
 def overlap(ranges: Ranges, others: Ranges) -> Ranges:
     """The tokens that two `Ranges` have in common."""
     return tuple((start, stop) for _, start, stop in meeting(ranges, others))

@@ -13,9 +13,9 @@ import numpy as np
 from ..problem.layout import Layout
 from ..problem.problem import ITEMSIZE
 from .kinds import IN_COLUMNS, KINDS, OUT, Q, matrices, present
-from .needed import Activity
 from .ranges import total
 from .route import leg_of
+from .table import Table
 
 SAMPLE = 64  # queries that stand for all in `_sees_around`
 
@@ -137,9 +137,9 @@ def halo(problem, ranks, direction="forward", layout=None):
 
 def _from_others(mask, layout):
     """Keys of other chunks that the queries of each chunk see, summed over the chunks."""
-    activity, tokens = Activity(mask, layout, layout, None), 0
+    table, tokens = Table(mask, layout, layout), 0
     for chunk in range(layout.chunks):
-        lo, hi = activity.seen(chunk)
+        lo, hi = table.seen(chunk)
         tokens += int((hi - lo).sum() - (layout.below(chunk, hi) - layout.below(chunk, lo)).sum())
     return tokens
 
