@@ -75,6 +75,8 @@ void mpiattn_print_error(int rank) {
         sleep(2);
     fprintf(stderr, "mpiattn: rank %d: %s\n", rank, mpiattn_last_error());
     fflush(stderr);
+    // A launcher that ends the job drops what it has not passed on yet (console/message.py has the same wait).
+    usleep(500000);
 }
 
 int64_t mpiattn_failed_ranks(int64_t most, int64_t* ranks) {
