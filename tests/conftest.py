@@ -15,6 +15,7 @@ both, and alone with --slow -m slow.  `mpiattn check --full`, on somebody's clus
 import importlib.util
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -37,6 +38,11 @@ if sys.dont_write_bytecode and not launch.under_launcher():
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = BYTECODE.name
     sys.dont_write_bytecode = False
+
+# What starts a run in the background, such as nohup, may have them ignored, which all that tests start would inherit.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
 
 MPI_TESTS = HERE / "mpi"
 # Machines that somebody measured here must not decide what is tested, nor may a test change them.
