@@ -77,7 +77,7 @@ class Lifetime(Verified, Traced):
             note(INFO, self.rank, "%s is %r: %s", self._name, self, why())
 
     def _why(self, options: Sequence[str] = CHOSEN) -> str:
-        """What was chosen, by what, in words.  options: those that could be chosen."""
+        """The choices that "auto" made, and by which time, in words.  options: those that could be chosen."""
         asked = self._asked.options
         chosen = [name for name in options if isinstance(getattr(asked, name), str) and getattr(asked, name) == "auto"]
         seconds = f"{self.predicted_seconds:.3g} s for direction {asked.direction} on machine {self.machine.name}"

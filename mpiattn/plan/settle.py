@@ -132,7 +132,7 @@ def space_of(
 
 
 def asked_like(decision: Decision, asked: Asked, changes: dict[str, Any]) -> tuple[Asked, Problem]:
-    """What is asked for a plan with other arguments of the problem, and that problem; not collective.
+    """The arguments of a plan with other arguments of the problem, and that problem; not collective.
 
     decision, asked: of the plan that it is like.  Raises ArgumentError.
     """
@@ -167,7 +167,7 @@ def resized(decision: Decision, asked: Asked, problem: Problem) -> Decision:
 
 
 def checked_for_layouts(decision: Decision, asked: Asked, problem: Problem, comm: MPI.Intracomm) -> CheckedOptions:
-    """What is asked, but with the layouts that were decided; not collective.  Raises ArgumentError."""
+    """The options that are asked for, with the layouts that were decided; not collective.  Raises ArgumentError."""
     check_grids(comm, problem.mask, asked.options.layout)
     layouts = _of_lengths(decision.choice.layouts, problem)
     return replace(asked.options, layout=layouts).checked(problem, len(decision.nodes))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Cart(NamedTuple):
-    """What a layout remembers of the Cartesian communicator that it was made of, for errors of plans.
+    """The Cartesian communicator that a layout was made of, as far as plans compare it with theirs.
 
     group: its `mpi4py.MPI.Group`.  periods: by axis of the grid in C order.
     """
@@ -69,7 +69,7 @@ def _block_numbers(cart: Any, dims: tuple[int, ...], step: int) -> tuple[int, ..
 
 
 def _remembered(cart: Any, axes: int, step: int) -> Cart | None:
-    """What plans compare with their own communicator and mask; None where no communicator was given."""
+    """The `Cart` of a layout; None where no communicator was given."""
     if not hasattr(cart, "Get_group"):
         return None
     periods = [bool(period) for period in cart.Get_topo()[1]]
@@ -86,9 +86,9 @@ def _number(place: Sequence[int], dims: tuple[int, ...]) -> int:
 
 
 def of_grid(shape: Any, cart: Any, sizes: Any, order: str) -> tuple[Blocks, tuple[int, ...] | None, Cart | None]:
-    """What `Layout.grid` takes, checked: the lengths of the blocks, and by rank the numbers of the blocks or None.
+    """The lengths of the blocks of a grid, by rank the numbers of the blocks or None, and its `Cart`.
 
-    The third value is what is remembered of the communicator.  Raises ArgumentError.
+    The arguments are those of `Layout.grid`.  Raises ArgumentError.
     """
     one_of("order", order, ORDERS)
     step = -1 if order == "fortran" else 1

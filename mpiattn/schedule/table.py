@@ -114,7 +114,7 @@ def _runs(layout, by_chunk):
 
 
 class Table:
-    """What the chunks of two layouts need of each other under a mask.
+    """The needs of the chunks of two layouts of each other under a mask.
 
     documents: those of a call (`mpiattn.problem.documents`), or None.
     has_pairs: a function that returns whether queries of a chunk see keys of a chunk: bool (chunks of queries, chunks
@@ -158,14 +158,14 @@ class Table:
             cuts, owners = layout.owners
             start, stop, part = mask.reach(cuts, pieces, documents)
             return _united_of(owners[part], start, stop, mask.seqlen_k)
-        found = [(np.zeros(0, np.int64),) * 3]
+        seen = [(np.zeros(0, np.int64),) * 3]
         for chunk in range(layout.chunks):
             positions = layout.positions(chunk)
             for at in range(0, len(positions), PIECE):
                 ends = mask.key_intervals(positions[at : at + PIECE], documents)
                 start, stop = united(*(side.ravel() for side in ends))
-                found.append((np.full(len(start), chunk), start, stop))
-        return _united_of(*map(np.concatenate, zip(*found)), mask.seqlen_k)
+                seen.append((np.full(len(start), chunk), start, stop))
+        return _united_of(*map(np.concatenate, zip(*seen)), mask.seqlen_k)
 
     def seen(self, chunk):
         """The keys that the queries of a chunk see, as disjoint increasing intervals: their starts and their stops."""
@@ -231,15 +231,15 @@ class Table:
             start, stop = self._mask.queries_seeing(k_cuts[:-1], k_cuts[1:])
             return _united_of(k_owners, start, stop, self._mask.seqlen)
         asked = _among(owners, chunks, self._chunks)
-        found = [(np.zeros(0, np.int64),) * 3]
+        seeing = [(np.zeros(0, np.int64),) * 3]
         for begins, ends in self._parts(cuts[:-1][asked], cuts[1:][asked], k_cuts):
             runs_seen = self._runs_seen(begins, k_cuts)
             changes = (runs_seen[:, :, 1:] != runs_seen[:, :, :-1]).any(axis=(0, 1)) | (begins[1:] > ends[:-1])
             begins, ends = begins[np.append(True, changes)], ends[np.append(changes, True)]
             runs, which = _expanded(*runs_seen[:, :, np.append(True, changes)].reshape(2, -1))
             part = which % len(begins)
-            found.append((k_owners[runs], begins[part], ends[part]))
-        return _united_of(*map(np.concatenate, zip(*found)), self._mask.seqlen)
+            seeing.append((k_owners[runs], begins[part], ends[part]))
+        return _united_of(*map(np.concatenate, zip(*seeing)), self._mask.seqlen)
 
     def _runs_seen(self, queries, k_cuts):
         """The runs [first, last) of keys that queries see in every list: (2, lists, queries); 0 for none."""

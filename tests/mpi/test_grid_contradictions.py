@@ -114,7 +114,7 @@ def test_layouts_apart_and_plans_alike(comm, at_least):
 @embedded.needed
 def test_c_programs_have_these_errors(c, comm):
     cart = cart_of(comm, (1, comm.size), (True, False))
-    what = "heads=1, head_dim=8, timeout=60"
+    shape = "heads=1, head_dim=8, timeout=60"
     wrong = {
         "grid=12x16, mask=neighborhood 5": ["the periods (True, False)", "grid=12x16"],
         "grid=16x12, order=fortran, mask=neighborhood 5": ["grid=16x12 order=fortran", "the periods (True, False)"],
@@ -126,10 +126,10 @@ def test_c_programs_have_these_errors(c, comm):
     if comm.size > 1:
         wrong["seqlen=192, mask=neighborhood 5 grid=12x16"] = ["layout is left out", "the option grid"]
     for text, says in wrong.items():
-        status, error = c.fails("plan_create_text", cart.py2f(), f"{text}, {what}", ctypes.byref(embedded.Handle()))
+        status, error = c.fails("plan_create_text", cart.py2f(), f"{text}, {shape}", ctypes.byref(embedded.Handle()))
         assert status == embedded.ARGUMENT and all(word in error for word in says), error
         assert comm.allgather(error) == [error] * comm.size
     good = "grid=16x12, order=fortran, mask=neighborhood 5 cyclic=0"
-    plan = c.new("plan_create_text", cart.py2f(), f"{good}, {what}")
+    plan = c.new("plan_create_text", cart.py2f(), f"{good}, {shape}")
     c.ok("plan_free", ctypes.byref(plan))
     cart.Free()

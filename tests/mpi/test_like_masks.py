@@ -8,13 +8,12 @@ import pytest
 from dense import draw_all, expected, masks, wrong
 from runs import agreed, attend, my_chunks, on, once, subcomm
 from test_agreement import same_error
+from test_like import counts
 
 import mpiattn.masks
 from mpiattn import ArgumentError, Layout, MeshAttention
 from mpiattn.comm import mesh, room
-from mpiattn.comm.peers import Peers
 from mpiattn.errors import MemoryShortage
-from mpiattn.model import search
 from mpiattn.model.machine import DEFAULT
 from mpiattn.system import memory_limits
 from mpiattn.system.memory_limits import Limit
@@ -277,26 +276,16 @@ def test_either_may_be_closed_first(comm, monkeypatch):
 
 def test_scores_alone_need_no_search(comm, monkeypatch):
     """One small allreduce, as for another length; and a mask takes one broadcast and agreement more."""
-    waits, asked, survey = [], [], search.survey
-    wait = Peers.wait
-
-    def counted(self, *arguments, **options):
-        waits.append(arguments)
-        return wait(self, *arguments, **options)
-
-    def noted(space, every):
-        asked.append(len(space.layout_pairs))
-        return survey(space, every)
-
     with MeshAttention(comm, seqlen=59, heads=4, head_dim=8, causal=True, tile="ring") as plan:
-        monkeypatch.setattr(Peers, "wait", counted)
-        monkeypatch.setattr(search, "survey", noted)
+        waits, spaces = counts(monkeypatch)
         with plan.like(softcap=2.0, scale=0.1):
-            assert len(waits) == (comm.size > 1) and asked == [1]
+            assert len(waits) == (comm.size > 1)
+        (space,) = spaces
+        assert len(space.layout_pairs) == 1
         waits.clear()
-        asked.clear()
+        spaces.clear()
         with plan.like(window=(11, 0)):
-            assert asked == [1] * (comm.rank == 0)
+            assert [len(space.layout_pairs) for space in spaces] == [1] * (comm.rank == 0)
             assert len(waits) <= 4
 
 
