@@ -5,6 +5,7 @@ whole.
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,7 +39,15 @@ import atexit, importlib, os, sys, time
 moment, victim, target, number, *arguments = sys.argv[1:]
 sys.argv[1:] = arguments
 import mpiattn.cli
+from mpiattn.console import signals
 from mpiattn.system.launch_variables import launch_rank
+
+if target == "launcher":  # it hands signals on to all ranks, of which one that still starts Python would die
+    signals.handle(signals.note)
+    begun = os.environ["BEGUN"]
+    os.mkdir(os.path.join(begun, str(launch_rank())))
+    while len(os.listdir(begun)) < int(os.environ["RANKS"]):
+        time.sleep(0.01)
 
 def send(rank):
     os.kill(rank if target == "rank" else int(os.environ["LAUNCHER"]), int(number))
@@ -110,9 +119,11 @@ def run(folder, moment, victim, target, number, *options, before=()):
     source = write_input(folder / "in.h5")
     rank = [*before, sys.executable, "-c", DRIVER, moment, victim, target, int(number)]
     command = [launch.mpiexec(), "-n", RANKS, *rank, "run", source, folder / "out.h5", *options]
-    outcome = launch.limited(
-        ["sh", "-c", 'LAUNCHER=$$ exec "$@"', "sh", *command], timeout=40, env=launch.environment(), check=False
-    )
+    begun = folder / "begun"  # by rank, a folder
+    begun.mkdir()
+    env = launch.environment({"BEGUN": str(begun), "RANKS": str(RANKS)})
+    outcome = launch.limited(["sh", "-c", 'LAUNCHER=$$ exec "$@"', "sh", *command], timeout=40, env=env, check=False)
+    shutil.rmtree(begun)
     said = [line for line in outcome.stderr.splitlines() if line.startswith("mpiattn")]
     return outcome.returncode, said, outcome.stderr
 
