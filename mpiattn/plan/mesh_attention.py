@@ -411,7 +411,9 @@ class MeshAttention(Lifetime):
             dsinks = self._passes.run(prepared, sinks, progress)
             grads = *results.returned(q), *[None] * self.problem.shared_kv
             if dsinks is not None:
-                dsinks = np.sum(self._peers.allgather(dsinks), axis=0)  # in order of rank: the same bits on all ranks
+                of_ranks = self._peers.allgather(dsinks)
+                with np.errstate(all="ignore"):  # infinite gradients of two ranks may have no sum
+                    dsinks = np.sum(of_ranks, axis=0)  # in order of rank: the same bits on all ranks
                 grads += as_given(q, self._backend.give(dsinks, q))
             if biases is not None:
                 grads += tuple(biases.gradients(self._peers, q))

@@ -152,6 +152,17 @@ def test_the_programs_error_state_does_not_matter(comm):
         plan.backward((1e-5 * out).astype(out.dtype), q, k, v, out, lse)
 
 
+def test_infinite_gradients_where_the_program_traps(comm):
+    """Those of sinks too, which on two ranks may be infinite of both signs."""
+    with MeshAttention(comm, seqlen=4 * comm.size, heads=2, head_dim=8) as plan, np.errstate(all="raise"):
+        q, k, v = my_chunks(plan, *draw(plan.problem))
+        sinks, v = np.zeros(2, np.float32), abs(v)  # so that products with v have the sign of dout
+        out, lse = plan.forward(q, k, v, sinks=sinks)
+        dout = np.full_like(out, (-1) ** comm.rank * np.inf)
+        *_, dsinks = plan.backward(dout, q, k, v, out, lse, sinks=sinks)
+    assert not np.isfinite(dsinks).any()
+
+
 @pytest.mark.parametrize(
     "how", [{"root": 1.5}, {"root": lambda: 0}, {"root": -1}, {"axis": "1"}, {"axis": None}, {"axis": 9}]
 )
