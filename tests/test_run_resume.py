@@ -23,10 +23,10 @@ from mpiattn.files.unfinished import _File
 # The command line, in which the first rank meets a signal after so many problems: for one of them, or in the middle of
 # the next one's forward pass.
 STOPPED = """
-import os, sys
+import os, signal, sys
 number, after, where, *arguments = sys.argv[1:]
 from mpiattn.cli import main, run_problem
-from mpiattn.console import witness
+from mpiattn.console import interrupts, witness
 from mpiattn.system.launch_variables import launch_rank
 witness.watch(launch_rank())
 import mpiattn.engine.executor as e
@@ -41,6 +41,12 @@ def struck(self, *arguments, **how):
         os.kill(os.getpid(), int(number))
     return whole(self, *arguments, **how)
 e.Executor.run = struck
+leave = interrupts.EndRequest.__exit__
+def late(self, *exception):  # as where a launcher's signal reaches one rank long before the others
+    leave(self, *exception)
+    if int(number) == signal.SIGUSR1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+interrupts.EndRequest.__exit__ = late
 sys.exit(main(arguments))
 """
 

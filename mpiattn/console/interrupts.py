@@ -80,12 +80,14 @@ class EndRequest:
     """SIGUSR1 as the request to end after the work at hand, during a `with` block.
 
     heeded: whether there is anything to go on with later; if not, SIGUSR1 ends the process as other signals do.
+    A request that was granted is granted once: SIGUSR1 is ignored from then on.
     """
 
     code = 128 + signal.SIGUSR1  # exit code
 
     def __init__(self, heeded):
         self._heeded, self._came, self._before = heeded, False, None
+        self._granted = False
 
     def __enter__(self):
         if self._heeded and threading.current_thread() is threading.main_thread():
@@ -93,15 +95,22 @@ class EndRequest:
         return self
 
     def __exit__(self, *exception):
-        if self._before is not None:
-            signal.signal(signal.SIGUSR1, self._before)
+        if self._before is None:
+            return
+        # The signal of a launcher reaches the ranks one after the other.  The first one ends the work of all, and the
+        # others would abort ranks that are about to end in order.
+        after = signal.SIG_IGN if self._granted else self._before
+        signal.signal(signal.SIGUSR1, after)
 
     def _note(self, number, frame):
         self._came = True
 
     def of_any(self, peers):
         """Whether any rank got the signal; collective."""
-        return self._heeded and bool(peers.largest([self._came])[0])
+        if not self._heeded:
+            return False
+        self._granted = bool(peers.largest([self._came])[0])
+        return self._granted
 
 
 def _tell(world, story, number):

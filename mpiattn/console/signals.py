@@ -32,9 +32,10 @@ def handle(handler):
 
 
 def restore(before):
-    """Set the handlers that `handle` has replaced."""
+    """Set the handlers that `handle` has replaced, but for signals that the command ignores since then."""
     for number, handler in before.items():
-        signal.signal(number, handler)
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def set_again():
@@ -44,7 +45,9 @@ def set_again():
     """
     known = {number: signal.getsignal(number) for number in NUMBERS}
     with contextlib.suppress(ValueError):
-        restore({number: handler for number, handler in known.items() if handler is not None})
+        for number, handler in known.items():
+            if handler is not None:
+                signal.signal(number, handler)
 
 
 def in_words(number):
