@@ -15,7 +15,7 @@ import pytest
 pytestmark = pytest.mark.workshop
 WHOLE = (2,)  # rank counts that run all tests, of each up to SOME cases
 SOME = 4
-DRAWN = 2  # cases of each test on a drawn number of ranks
+DRAWN = 1  # cases of each test on a drawn number of ranks
 BRIEF = 1, 3, 4  # that run few by default, a case of each, the others with --slow; one in turn runs those of any number
 MORE = 5, 6, 7, 8, 12  # that run few, a case of each, with --slow
 CHOSEN = os.environ.get("MPIATTN_RANKS")

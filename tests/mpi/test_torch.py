@@ -245,6 +245,7 @@ def test_verified(comm, monkeypatch, wrong):
         assert "failed: dk off by" in text and f"worst at key {last} of rank {guilty}" in text
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(not DOCS.is_dir(), reason="takes the docs of a checkout")
 def test_verify_of_the_documentation(monkeypatch):
     """Both passes of the first step are compared, and no others."""
