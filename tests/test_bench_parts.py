@@ -1,12 +1,19 @@
 """The parts of `mpiattn bench` that need no ranks: cases, inputs, figures and their report."""
 
+from argparse import Namespace
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from mpiattn.bench import report
+from mpiattn import backends
+from mpiattn.bench import kernel, report, standalone
 from mpiattn.bench.cases import cases, tile_names
+from mpiattn.bench.clock import clock_of
 from mpiattn.bench.summary import Pass, passes_of
 from mpiattn.bench.tensors import Tensors
+from mpiattn.cli import kernel as of_kernels
 from mpiattn.errors import ArgumentError
 from mpiattn.problem.problem import Problem
 
@@ -46,6 +53,58 @@ def test_inputs_are_of_their_place(dtype):
         assert np.abs(np.corrcoef(rows.T) - np.eye(len(rows.T))).max() < 0.1
     flat = [array.astype(np.float64).ravel()[:100_000] for array in whole.values()]
     assert np.abs(np.corrcoef(flat) - np.eye(4)).max() < 0.02
+
+
+def test_inputs_that_are_not_wanted():
+    tensors, some = Tensors(Problem(seqlen=20, heads=2, head_dim=4)), np.arange(5)
+    q, k, v, dout = tensors.inputs(some, some + 10)
+    assert np.array_equal(q, tensors.tokens("q", some)) and np.array_equal(k, tensors.tokens("k", some + 10))
+    assert np.array_equal(v, tensors.tokens("v", some + 10)) and np.array_equal(dout, tensors.tokens("dout", some))
+    assert tensors.inputs(some, some, dout=False)[3] is None
+    shared = Tensors(Problem(seqlen=20, heads=2, head_dim=4, shared_kv=True)).inputs(some, some)
+    assert [array is None for array in shared] == [False, False, True, False]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_launches_that_are_measured(monkeypatch, direction):
+    """A block of that pass, and before each forward one a clear of its results."""
+    launches = []
+    for name in ("attend", "attend_backward", "clear"):
+        monkeypatch.setattr(kernel.Block, name, lambda block, name=name: launches.append(name))
+    monkeypatch.setattr(kernel, "check_small", lambda *of: 0.0)
+
+    def without_torch(*of):
+        launches.clear()  # what is launched before that only makes the arrays
+        return {}, {}, []
+
+    monkeypatch.setattr(kernel, "with_torch", without_torch)
+    backend = backends.get("numpy")
+    problem = Problem(seqlen=8, heads=2, head_dim=4)
+    section = kernel.measure_block(backend, clock_of(backend), problem, direction, 1)
+    assert section["what"] == direction
+    of_pass = {"forward": {"attend", "clear"}, "backward": {"attend_backward"}}
+    assert set(launches) == of_pass[direction]
+
+
+@pytest.mark.parametrize("asked, expected", [((None, None), (65536, 4096)), ((0, None), (0, 4096)), ((7, 9), (7, 9))])
+def test_keys_of_kernels(monkeypatch, asked, expected):
+    measured = []
+    monkeypatch.setattr(of_kernels, "_measured", lambda *of, **keys: measured.append(keys) or {})
+    monkeypatch.setattr(of_kernels, "as_text", lambda data: "")
+    keys = dict(zip(("decode_keys", "carry_keys"), asked))
+    args = Namespace(
+        seqlen=[8], heads=2, kv_heads=2, head_dim=4, dtype="float32", causal=False, backend="numpy", **keys
+    )
+    job = SimpleNamespace(peers=SimpleNamespace(size=1), comm=SimpleNamespace(size=1))
+    monkeypatch.setattr(of_kernels, "agreement", lambda peers: nullcontext())
+    assert list(of_kernels.measure(job, args)) == [({}, "")]
+    assert measured == [dict(zip(keys, expected))]
+
+
+def test_numbers_of_a_program():
+    parser = standalone.parser_of("halo", "about", ("seqlen", 30, "tokens"), ("heads", 2, "heads"))
+    args = parser.parse_args(["--heads", "5"])
+    assert (args.seqlen, args.heads) == (30, 5)
 
 
 def measurements(seconds, waiting, sent, formula):

@@ -52,6 +52,10 @@ def test_passes_here(tmp_path, n):
     for item in data["items"]:
         assert item["status"] != "FAIL" and bool(item["advice"]) == (item["status"] == "WARN")
         assert sum(line.startswith(f"{item['status']}  {item['name']} ") for line in lines) == 1  # said once
+    for rank in data["ranks"]:
+        assert rank["memory"]["limit"] is None or isinstance(rank["memory"]["limit"], str)
+    devices = any(rank["devices"] for rank in data["ranks"])
+    assert any(data["probes"]) == devices  # only where there are any, since a probe takes seconds
     assert lines[-1].endswith(" 0 FAIL")
     assert {path.name for path in tmp_path.iterdir()} == {"check.json"}
 

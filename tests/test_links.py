@@ -9,6 +9,7 @@ import warm
 from files import assert_right, write_input
 
 from mpiattn.cli import main
+from mpiattn.files import presence
 
 NUMBERS = np.random.default_rng(9).standard_normal(100_000).astype(np.float32)  # more than all of the linked datasets
 
@@ -44,6 +45,26 @@ def virtual(file, name, path="data.h5"):
         layout = h5py.VirtualLayout(data[name].shape, data[name].dtype)
         layout[...] = h5py.VirtualSource(path, name, data[name].shape)
     file.create_virtual_dataset(name, layout, fillvalue=0)
+
+
+def test_a_virtual_dataset_of_scattered_parts(tmp_path):
+    """Its selections are of blocks at any distances; all of them together are all of it, or not."""
+    numbers = np.arange(24, dtype=np.float32).reshape(6, 4)
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file["x"] = numbers
+    for rows, missing in (([0, 1, 3], [2, 4, 5]), ([0, 1, 3], [2, 4])):
+        layout = h5py.VirtualLayout((6, 4), np.float32)
+        for some in (rows, missing):
+            layout[some] = h5py.VirtualSource(tmp_path / "data.h5", "x", (6, 4))[some]
+        with h5py.File(tmp_path / "in.h5", "w") as file:
+            file.create_virtual_dataset("x", layout)
+        with h5py.File(tmp_path / "in.h5") as file:
+            if len(missing) == 3:
+                presence.opened(file, "x")
+                assert np.array_equal(file["x"][:], numbers)
+            else:
+                with pytest.raises(presence.AbsentError, match="4 elements are in no part"):
+                    presence.opened(file, "x")
 
 
 LINKS = [external, soft_then_external, soft, virtual]

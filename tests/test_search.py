@@ -87,6 +87,16 @@ def test_no_choice_is_below_its_bounds(seed):
         assert max(case.sent(), bound.sent_bytes) <= choice.sent_bytes
 
 
+def test_bounds_are_close_where_links_bound():
+    """Bounds that left transfers out would be right, too, and of no use."""
+    problem = Problem(seqlen=6000, heads=2, head_dim=64)
+    inside, between = (link._replace(bandwidth=1e8, overlap=1.0) for link in (DEFAULT.inside, DEFAULT.between))
+    space = SearchSpace(problem, 6, machine=replace(DEFAULT, inside=inside, between=between)).completed()
+    for case in search.cases_of(space):
+        choice = case.choice(None)
+        assert 0.5 * choice.seconds < case.bound(True).seconds <= choice.seconds
+
+
 def test_messages_of_keys_that_hold_the_values():
     """One for each hop: a bound that counted two would leave out the best."""
     problem = Problem(seqlen=64, heads=1, head_dim=64, shared_kv=True)
