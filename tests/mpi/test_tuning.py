@@ -9,12 +9,14 @@ from runs import on
 
 from mpiattn import KVCache, MeshAttention, backends
 from mpiattn.comm.mesh import nodes_of
+from mpiattn.comm.peers import Peers
 from mpiattn.console.launch import Job
 from mpiattn.errors import ArgumentError
 from mpiattn.model import store
 from mpiattn.model.machine import DEFAULT, H100
 from mpiattn.model.tuned import key_of
 from mpiattn.schedule import reduction
+from mpiattn.tuning import collectives
 from mpiattn.tuning.blocks import fit
 from mpiattn.tuning.combining import ROWS
 from mpiattn.tuning.links import partners
@@ -53,6 +55,18 @@ def test_fit():
     assert fit(flops, 2e-4 + flops / 3e10, launch=2e-4) == pytest.approx((2e-4, 3e10))
     launch, rate = fit(flops, np.maximum(flops / 3e10 - 1e-5, 1e-6))  # less than nothing besides the work
     assert launch == 0 and 2e10 < rate < 5e11
+
+
+def test_the_figure_of_collectives(comm, monkeypatch):
+    """Both collectives over the messages; one rank has none."""
+    monkeypatch.setattr(collectives, "take_turns", lambda *of: np.array([[[2.0, 4.0, 6.0]] * 5] * comm.size))
+    backend = backends.get("numpy")
+    sample = collectives.measure(Peers(comm), backend, 1e9, 0.1, lambda seconds: None)
+    backend.close()
+    if comm.size == 1:
+        assert sample is None
+    else:
+        assert sample == (0.5, 0.5, 0.5, 5 * comm.size)
 
 
 def test_hidden():
