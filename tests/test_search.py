@@ -90,7 +90,7 @@ def test_no_choice_is_below_its_bounds(seed):
 def test_bounds_are_close_where_links_bound():
     """Bounds that left transfers out would be right, too, and of no use."""
     problem = Problem(seqlen=6000, heads=2, head_dim=64)
-    inside, between = (link._replace(bandwidth=1e8, overlap=1.0) for link in (DEFAULT.inside, DEFAULT.between))
+    inside, between = (link._replace(bandwidth=1e6, overlap=1.0) for link in (DEFAULT.inside, DEFAULT.between))
     space = SearchSpace(problem, 6, machine=replace(DEFAULT, inside=inside, between=between)).completed()
     for case in search.cases_of(space):
         choice = case.choice(None)
