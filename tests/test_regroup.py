@@ -13,7 +13,7 @@ from mpiattn.errors import ArgumentError
 from mpiattn.model import planes
 from mpiattn.model.machine import DEFAULT, Link
 from mpiattn.model.regrouped import Regrouped
-from mpiattn.model.space import layouts
+from mpiattn.model.space import SearchSpace, layouts
 from mpiattn.problem.layout import LAYOUTS, Layout
 from mpiattn.problem.problem import Problem
 from mpiattn.schedule import regroup, travels
@@ -30,6 +30,18 @@ from mpiattn.schedule.regroup import (
     split,
 )
 from mpiattn.schedule.tile import Tile
+
+
+def test_layouts_of_planes():
+    """A plane has its caller's kinds of layout where a name is enough for them."""
+    problem = Problem(seqlen=24, heads=4, head_dim=8, causal=True)
+    space = SearchSpace(problem, 4, layout_pairs=[]).completed()
+    scattered = Layout.of_ranges([[(0, 3), (21, 24)], [(3, 9)], [(9, 15)], [(15, 21)]])
+    for layout, kind in ((Layout("striped", 24, 4), "striped"), (scattered, LAYOUTS[0])):
+        pair = layout, layout
+        assert planes.inner_layouts(space, pair, 4) == [pair]
+        of_plane, *_ = planes.inner_layouts(space, pair, 2)
+        assert [(side.kind, side.chunks) for side in of_plane] == [(kind, 2), (kind, 2)]
 
 
 def test_common_members_of_two_ranges():
