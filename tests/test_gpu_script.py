@@ -51,7 +51,7 @@ def run_all(folder, *options, code=0, **more):
     """Its sections and its output."""
     process = start(folder, *options, **more)
     try:
-        text, _ = process.communicate(timeout=launch.patience(150))
+        text, _ = process.communicate(timeout=launch.patience(400))
     finally:
         process.terminate()  # and it ends what it has started
     assert process.returncode == code, text

@@ -14,7 +14,7 @@ GRID = 12, 16
 
 
 def plan(comm, mask, layout="auto", **how):
-    return MeshAttention(comm, seqlen=192, heads=1, head_dim=8, mask=mask, layout=layout, timeout=60, **how)
+    return MeshAttention(comm, seqlen=192, heads=1, head_dim=8, mask=mask, layout=layout, **how)
 
 
 def refused(comm, says, mask, layout="auto"):
@@ -114,7 +114,7 @@ def test_layouts_apart_and_plans_alike(comm, at_least):
 @embedded.needed
 def test_c_programs_have_these_errors(c, comm):
     cart = cart_of(comm, (1, comm.size), (True, False))
-    shape = "heads=1, head_dim=8, timeout=60"
+    shape = "heads=1, head_dim=8"
     wrong = {
         "grid=12x16, mask=neighborhood 5": ["the periods (True, False)", "grid=12x16"],
         "grid=16x12, order=fortran, mask=neighborhood 5": ["grid=16x12 order=fortran", "the periods (True, False)"],
