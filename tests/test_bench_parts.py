@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpiattn import backends
-from mpiattn.bench import kernel, report, standalone
+from mpiattn.bench import kernel, report
 from mpiattn.bench.cases import cases, tile_names
 from mpiattn.bench.clock import clock_of
 from mpiattn.bench.summary import Pass, passes_of
@@ -99,12 +99,6 @@ def test_keys_of_kernels(monkeypatch, asked, expected):
     monkeypatch.setattr(of_kernels, "agreement", lambda peers: nullcontext())
     assert list(of_kernels.measure(job, args)) == [({}, "")]
     assert measured == [dict(zip(keys, expected))]
-
-
-def test_numbers_of_a_program():
-    parser = standalone.parser_of("halo", "about", ("seqlen", 30, "tokens"), ("heads", 2, "heads"))
-    args = parser.parse_args(["--heads", "5"])
-    assert (args.seqlen, args.heads) == (30, 5)
 
 
 def measurements(seconds, waiting, sent, formula):

@@ -8,26 +8,44 @@ number of ranks above each cut finds the bands that move fewest bytes.
 Ring is a band for each rank, Q-ring a single band, and an equal mesh has square tiles.
 
 All numbers are integers, so that all ranks find the same division.  Of long sequences some rows stand for all: work is
-then equal but for a small part.
+then equal but for a small part.  Plans do not take this division yet: it is checked and measured by its tests alone.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from .division import Piece
-
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from ..problem.mask import Mask
-    from .division import Division
 
 ROWS = 2**14  # rows of a matrix that are looked at: with 1,024 ranks of one matrix 16 of a rank's
 TILE_ROWS = 2**8  # rows of a band that are looked at to cut its keys
+
+
+class Piece(NamedTuple):
+    """A rectangle of the score matrix of a group, which is a KV head of a sequence.
+
+    group: number of the group, sequence * kv_heads + KV head.
+    first_row, last_row: its queries [first_row, last_row), as positions in the sequence.
+    first_key, last_key: its keys [first_key, last_key).
+    """
+
+    group: int
+    first_row: int
+    last_row: int
+    first_key: int
+    last_key: int
+
+
+# The pieces of each rank.  Each pair of a query and a key is in one piece of one rank, whether the mask shows it or not
+Division: TypeAlias = "tuple[tuple[Piece, ...], ...]"
 
 
 class _Sampled(NamedTuple):
@@ -73,15 +91,13 @@ class _Cuts(NamedTuple):
 
 def _cuts(sampled: _Sampled, ranks: int, groups: int) -> _Cuts:
     pairs = int(sampled.before[-1])
-    shares = np.array([groups * pairs * rank // ranks for rank in range(1, ranks)], np.int64)
-    if pairs:
-        group, above = np.divmod(shares, pairs)
-        at = np.minimum(sampled.before.searchsorted(above, "right") - 1, len(sampled.low) - 1)
-        # The rows for which a looked-at row stands have as many pairs each, as far as is known
-        each = np.maximum(np.diff(sampled.before)[at] // np.diff(sampled.start)[at], 1)
-        row = np.minimum(sampled.start[at] + (above - sampled.before[at]) // each, sampled.start[at + 1])
-    else:  # all ranks but the last have nothing
-        group, row = np.zeros_like(shares), np.zeros_like(shares)
+    # Python's integers: the pairs of all groups may be beyond int64
+    shares = [divmod(groups * pairs * rank // ranks, max(pairs, 1)) for rank in range(1, ranks)]
+    group, above = np.array(shares, np.int64).reshape(-1, 2).T
+    at = np.minimum(sampled.before.searchsorted(above, "right") - 1, len(sampled.low) - 1)
+    # The rows for which a looked-at row stands have as many pairs each, as far as is known
+    each = np.maximum(np.diff(sampled.before)[at] // np.diff(sampled.start)[at], 1)
+    row = np.minimum(sampled.start[at] + (above - sampled.before[at]) // each, sampled.start[at + 1])
     group = np.concatenate([[0], group, [groups - 1]])
     row = np.concatenate([[0], row, sampled.start[-1:]])
     return _Cuts(group, row)
@@ -131,10 +147,10 @@ def _of_parts(sampled: _Sampled, rows: NDArray[np.int64]) -> tuple[NDArray[np.in
     return np.minimum.reduceat(low, bounds)[::2], np.maximum.reduceat(sampled.high, bounds)[::2]
 
 
-def _key_cuts(mask: Mask, first_row: int, last_row: int, shares: NDArray[np.int64], of: int) -> NDArray[np.int64]:
-    """The keys below which rows have these shares of their pairs.
+def _key_cuts(mask: Mask, first_row: int, last_row: int, shares: Sequence[int], pairs: int) -> NDArray[np.int64]:
+    """The keys below which rows have so many of their visible pairs.
 
-    shares: increasing, in parts of `of`.
+    shares: increasing, each from 0 to `pairs`, which is all of them.
     """
     count = min(last_row - first_row, TILE_ROWS)
     rows = first_row + (np.arange(count, dtype=np.int64) * 2 + 1) * (last_row - first_row) // (2 * max(count, 1))
@@ -145,10 +161,14 @@ def _key_cuts(mask: Mask, first_row: int, last_row: int, shares: NDArray[np.int6
     # Between two of these keys as many rows see each key
     seeing = begin.searchsorted(keys, "right") - end.searchsorted(keys, "right")
     before = np.append(0, np.cumsum(seeing[:-1] * np.diff(keys)))
-    # As Python's integers: of long sequences the products are beyond int64
-    wanted = np.array([share * int(before[-1]) // of for share in shares.tolist()], np.int64)
+    # Python's integers: of long sequences the products are beyond int64
+    wanted = np.array([share * int(before[-1]) // max(pairs, 1) for share in shares], np.int64)
     at = np.minimum(before.searchsorted(wanted, "right") - 1, max(len(keys) - 2, 0))
-    return np.minimum(keys[at] + (wanted - before[at]) // np.maximum(seeing[at], 1), mask.seqlen_k)
+    cuts = np.minimum(keys[at] + (wanted - before[at]) // np.maximum(seeing[at], 1), mask.seqlen_k)
+    # The first and the last key that is seen are not yet the ends of the sequence
+    cuts[np.array(shares) >= pairs] = mask.seqlen_k
+    cuts[np.array(shares) <= 0] = 0
+    return cuts
 
 
 def _tiles(mask: Mask, sampled: _Sampled, ranks: int, start: tuple[int, int], end: tuple[int, int]) -> Division:
@@ -161,22 +181,14 @@ def _tiles(mask: Mask, sampled: _Sampled, ranks: int, start: tuple[int, int], en
         if top < bottom:
             parts.append((group, top, bottom))
     pairs = [_pairs(sampled, top, bottom) for _, top, bottom in parts]
-    before = np.concatenate([[0], np.cumsum(pairs)]).astype(np.int64)
-    shares = np.array([int(before[-1]) * rank // ranks for rank in range(ranks + 1)], np.int64)
+    shares = [sum(pairs) * rank // ranks for rank in range(ranks + 1)]
     pieces: list[list[Piece]] = [[] for _ in range(ranks)]
-    for number, (group, top, bottom) in enumerate(parts):
-        inside = np.clip(shares - before[number], 0, pairs[number])
-        if pairs[number]:
-            keys = _key_cuts(mask, top, bottom, inside[1:-1], pairs[number])
-        else:
-            keys = np.zeros(ranks - 1, np.int64)
-        # Where a share ends before or after this part, it has nothing of it, or all
-        keys = np.where(inside[1:-1] >= pairs[number], mask.seqlen_k, keys)
-        keys = np.where(inside[1:-1] <= 0, 0, keys)
-        keys = np.concatenate([[0], keys, [mask.seqlen_k]])
-        for rank in range(ranks):
-            if keys[rank] < keys[rank + 1]:
-                pieces[rank].append(Piece(group, top, bottom, int(keys[rank]), int(keys[rank + 1])))
+    for (group, top, bottom), own, before in zip(parts, pairs, accumulate(pairs, initial=0)):
+        inside = [min(max(share - before, 0), own) for share in shares[1:-1]]
+        keys = [0, *_key_cuts(mask, top, bottom, inside, own).tolist(), mask.seqlen_k]
+        for of_rank, (first, last) in zip(pieces, pairwise(keys)):
+            if first < last:
+                of_rank.append(Piece(group, top, bottom, first, last))
     return tuple(map(tuple, pieces))
 
 
