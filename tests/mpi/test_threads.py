@@ -69,6 +69,28 @@ def test_plans_are_made_and_closed(comms, multiple):
     assert not in_threads(work, comms)
 
 
+def test_communicators_are_made_one_at_a_time(comms, multiple, monkeypatch):
+    """In each process: MPICH may crash where two threads make them."""
+    make, active, most = mesh.Mesh, [], []
+
+    def counted(*arguments):
+        active.append(arguments)
+        most.append(len(active))
+        try:
+            return make(*arguments)
+        finally:
+            active.remove(arguments)
+
+    def work(comm):
+        for _ in range(5):
+            with made(comm):
+                pass
+
+    monkeypatch.setattr(mesh, "Mesh", counted)
+    assert not in_threads(work, comms)
+    assert max(most) == 1
+
+
 def test_attention_without_a_plan(comms, multiple):
     def work(comm):
         for _ in range(20):
