@@ -44,6 +44,16 @@ def _seeing(begin, end, apart):
     return None if rows == slice(0, begin.shape[2]) else rows
 
 
+def _working(begin, end):
+    """The numbers of the lists in which a query sees a key.  begin, end: (lists, groups, queries)."""
+    return [number for number in range(len(begin)) if (begin[number] < end[number]).any()]
+
+
+def _positions(tokens):
+    """Positions as an array.  tokens: `Ranges` of them."""
+    return np.concatenate([np.arange(start, stop) for start, stop in tokens])
+
+
 class AlikeCalls:
     """What is kept for calls that are alike.  Arrays are in the back end's memory.
 
@@ -55,6 +65,7 @@ class AlikeCalls:
     def __init__(self, backend, activity):
         self.activity, self.arguments, self.nbytes = activity, (), 0
         self._backend, self._intervals, self._steps, self._sorting, self._rows = backend, {}, {}, None, {}
+        self._piece_steps = {}
 
     def steps(self, schedule, rank):
         """The `RankSteps` of a pass, made once."""
@@ -62,6 +73,12 @@ class AlikeCalls:
         if steps is None or steps.schedule is not schedule:
             steps = self._steps[schedule.direction] = RankSteps(schedule, rank, self.activity)
         return steps
+
+    def piece_steps(self, direction, make):
+        """The `PieceSteps` of a pass of a divided plan, which `make` returns; made once."""
+        if direction not in self._piece_steps:
+            self._piece_steps[direction] = make()
+        return self._piece_steps[direction]
 
     def adopt(self, steps):
         """Take the `RankSteps` that another plan has made, to save making them."""
@@ -80,20 +97,44 @@ class AlikeCalls:
             columns = increasing(positions(self.activity.k_layout, *chunk) for chunk in keys)
             pairs = [self.activity.columns(chunk, columns, rows) for chunk, rows in queries]
             begin, end = (_side_by_side(side) for side in zip(*pairs))
-            working = [number for number in range(len(begin)) if (begin[number] < end[number]).any()]
-            together = len(working) > 1 and self._backend.takes_lists and _narrow(begin, end)
-            rows = _seeing(begin, end, together) if working and self.activity.table.exact else None
-            if rows is not None:
-                begin, end = begin[:, :, rows], end[:, :, rows]
-            if together:
-                sides = [[np.stack([side[number] for number in working], axis=-1) for side in (begin, end)]]
-            else:
-                sides = [(begin[number], end[number]) for number in working or [0]]
-            launches = [(rows, dict(zip(("begin", "end"), self._in_memory(bounds)))) for bounds in sides]
-            nbytes = sum(array.nbytes for _, fields in launches for array in fields.values())
-            if self.nbytes + nbytes <= KEPT_BYTES:
-                self._intervals[queries, keys] = launches
-                self.nbytes += nbytes
+            working = _working(begin, end)
+            launches = self._kept((queries, keys), self._launches(begin, end, working or [0]))
+        return launches
+
+    def between(self, sequence, queries, keys):
+        """As `intervals`, of a sequence alone and of tokens by position; no launch if no query sees a key.
+
+        queries, keys: positions in the sequence, as `Ranges`.
+        """
+        launches = self._intervals.get((sequence, queries, keys))
+        if launches is None:
+            activity = self.activity.of_sequences(slice(sequence, sequence + 1))
+            begin, end = activity.columns_at(_positions(queries), [range(*part) for part in keys])
+            working = _working(begin, end)
+            launches = self._launches(begin, end, working) if working else []
+            launches = self._kept((sequence, queries, keys), launches)
+        return launches
+
+    def _launches(self, begin, end, lists):
+        """The launches of some lists of intervals.  begin, end: (all lists, groups, queries).  lists: their numbers."""
+        together = len(lists) > 1 and self._backend.takes_lists and _narrow(begin, end)
+        rows = None
+        if self.activity.table.exact and (begin < end).any():
+            rows = _seeing(begin, end, together)
+        if rows is not None:
+            begin, end = begin[:, :, rows], end[:, :, rows]
+        if together:
+            sides = [[np.stack([side[number] for number in lists], axis=-1) for side in (begin, end)]]
+        else:
+            sides = [(begin[number], end[number]) for number in lists]
+        return [(rows, dict(zip(("begin", "end"), self._in_memory(bounds)))) for bounds in sides]
+
+    def _kept(self, key, launches):
+        """Keep launches while there is room for their arrays; returns them."""
+        nbytes = sum(array.nbytes for _, fields in launches for array in fields.values())
+        if self.nbytes + nbytes <= KEPT_BYTES:
+            self._intervals[key] = launches
+            self.nbytes += nbytes
         return launches
 
     def _in_memory(self, arrays):

@@ -6,10 +6,7 @@ events, and neither hops nor routes.  The pass and the back end define what a bl
 """
 
 from collections import deque
-from functools import partial
 from time import perf_counter as clock
-
-import numpy as np
 
 from ..schedule.kinds import GATHERED, IN_COLUMNS, KINDS, chunk_of
 from ..schedule.ranges import overlap, total
@@ -17,6 +14,7 @@ from ..schedule.timeline import Moved, StepTimes, Timeline
 from .buffers import Buffers, Chunk
 from .chunks import Chunks
 from .folding import stays
+from .launches import launch_lists
 from .transfers import Transfers
 
 # Prefetched transfers in flight: 2 keep the link busy without splitting its bandwidth.
@@ -178,49 +176,20 @@ class Executor:
                 def of_launch(share, done=done, part=part):
                     meanwhile(done + share * part)
 
-            event = self._launch(
+            event = launch_lists(
+                self.computation,
                 q.together(rows),
                 kv.together(keys),
                 self.calls.intervals(((i, rows),), ((j, keys),)),
                 {kind: c.together(keys if kind in IN_COLUMNS else rows) for kind, c in reduced.items()},
                 (*q.ready, *kv.ready),
                 of_launch,
+                self.biases,
                 ((i, rows), (j, keys)),
             )
         q.used = kv.used = (event,)
         for chunk in reduced.values():
             chunk.ready = (event,)
-
-    def _launch(self, q, kv, launches, reduced, after, meanwhile, chunks=None):
-        """Launch a block as often as its interval lists ask for; returns the last event.
-
-        launches: of `AlikeCalls.intervals`.  chunks: what it was asked for, of a block with biases.
-        """
-        (rows, fields), *others = launches
-        if rows is None and not others and self.biases is None:  # as of most blocks
-            return self.computation.launch(q, kv, fields, reduced, after, meanwhile)
-        for number, (rows, fields) in enumerate(launches):
-            of_launch, queries, sums = meanwhile, q, reduced
-            if meanwhile and len(launches) > 1:
-
-                def of_launch(share, number=number):
-                    meanwhile((number + share) / len(launches))
-
-            if rows is not None:
-                queries = tuple([array[rows] for array in q])
-                sums = {
-                    kind: arrays if kind in IN_COLUMNS else tuple([array[rows] for array in arrays])
-                    for kind, arrays in reduced.items()
-                }
-            launch = self.computation.launch
-            if self.biases is not None:
-                launch = partial(self.biases.launch, self.computation, chunks, rows)
-            event = launch(queries, kv, fields, sums, after, of_launch)
-            if isinstance(rows, np.ndarray):  # the launch had copies
-                for kind in sums:
-                    for array, part in zip(reduced[kind], sums[kind]) if kind not in IN_COLUMNS else ():
-                        array[rows] = part
-        return event
 
     def _wait_for_own(self):
         """Wait until this rank's own chunks are here."""
@@ -255,7 +224,7 @@ class Executor:
         for kind in unsorted:
             self.computation.clear(kind, ordered[kind])
         lists = self.calls.intervals(*(tuple(places.tokens[kind].items()) for kind in GATHERED))
-        event = self._launch(q.arrays, keys, lists, reduced, (*q.ready, *kv.ready), meanwhile)
+        event = launch_lists(self.computation, q.arrays, keys, lists, reduced, (*q.ready, *kv.ready), meanwhile)
         for kind, arrays in unsorted.items():
             for dst, src in zip(arrays, ordered[kind]):
                 event = self.backend.take(dst, src, inverse)

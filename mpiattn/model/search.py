@@ -11,6 +11,7 @@ from ..errors import ArgumentError
 from ..schedule.remembered import Remembered
 from ..schedule.tile import Tile
 from .cost import SCHEDULES
+from .divided import PIECES, DividedCase
 from .lower_bounds import ROUNDING
 from .planes import Arrangement, aligned, inner_layouts
 from .prediction import Predictions, sent_bytes
@@ -98,17 +99,18 @@ def cases_of(space):
     one_chunk = pair_of(("contiguous", "contiguous"), space.problem, 1)  # the same for all kinds of layout
     arrangements = [
         (planes, Arrangement(space, planes, pair if space.fixed else aligned(pair, planes), inner))
-        for planes in dict.fromkeys(tile.h for tile in space.tiles)
+        for planes in dict.fromkeys(tile.h for tile in space.tiles if not tile.divided)
         for pair in space.layout_pairs
         for inner in inner_layouts(space, pair, space.ranks // planes)
     ]
     routes = space.routes
-    return [
+    divided = [DividedCase(space, tile, pair) for tile in space.tiles if tile.divided for pair in space.layout_pairs]
+    return divided + [
         Case(tile, schedule, route, inner, arrangement, predictions(planes, arrangement.regrouped))
         for planes, arrangement in arrangements
         for inner in [arrangement.inner if arrangement.inner[0].chunks > 1 else one_chunk]
         for tile in space.tiles
-        if tile.h == planes
+        if tile.h == planes and not tile.divided
         # with one chunk there is nothing to collect
         for schedule in (space.schedules if tile.chunks > 1 else space.schedules[:1])
         for route in routes
@@ -160,7 +162,8 @@ class _Known:
         self.choices, self._cases, self._space, self._same_time = {}, cases, space, same_time(space.mask)
         self._seconds = [float(case.computing()) if bounded else 0.0 for case in cases]
         self._sent, self._nbytes, self._looks = ([0] * len(cases) for _ in range(3))
-        self._kinds = [SCHEDULES.index(case.schedule) for case in cases]
+        order = *SCHEDULES, PIECES
+        self._kinds = [order.index(case.schedule) for case in cases]
         self._too_large = [False] * len(cases)
 
     def predict(self, number):

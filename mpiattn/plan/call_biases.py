@@ -14,6 +14,7 @@ from ..engine.bias_parts import DistanceBias, KeyBias, TileBias
 from ..engine.biases import Biases
 from ..errors import ArgumentError
 from ..problem.documents import check_diagonals
+from ..problem.layout import Layout
 from ..problem.tensors import as_array, as_given, detached, is_tensor
 from ..verify.spread_biases import GivenBiases
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ..comm.peers import Peers
     from ..engine.bias_parts import Part
     from ..problem.problem import Problem
+    from ..schedule.division import Need
     from ..schedule.needed import Activity
     from .share import Share
 
@@ -62,6 +64,11 @@ class CallBiases:
         if not {"bias", "dropout"} <= set(backend.takes):
             name = (given.given or ["dropout"])[0]
             raise ArgumentError(f"{name} is given; the back end {backend.name} computes without biases and dropout")
+        if given.bias is not None and not any(share.chunks):
+            raise ArgumentError(
+                "bias is given; the tile of this plan is 'bands', so ranks have pieces of the scores and no tile of a "
+                "bias: make the plan with a tile AxB, such as tile='ring'"
+            )
         self._threshold, self._functions = given.threshold(), given.functions(problem, share.heads)
         if self._functions and activity.documents:
             check_diagonals(activity.documents, problem, self._functions[0].name)
@@ -199,6 +206,30 @@ class CallBiases:
             of_heads = (numbers + np.arange(self._problem.heads)[share.heads]).ravel()
             dropout = self._threshold, self.given.seed, of_heads
         return Biases(backend, parts, dropout, share.layouts, sequences, heads, dtype)
+
+    def of_needs(self) -> Callable[[Need], Biases]:
+        """A function that returns the biases of a piece, of a divided plan.  As `of_pass` it zeroes gradients."""
+        backend, p = self._backend, self._problem
+        backend.zero([array for array in (self._dkeys,) if array is not None])
+        sharing = p.heads // p.kv_heads
+        # A piece knows its tokens by position
+        whole = tuple(Layout("contiguous", tokens, 1) for tokens in (p.seqlen, p.seqlen_k))
+
+        def of_need(need: Need) -> Biases:
+            heads = slice(need.head * sharing, (need.head + 1) * sharing)
+            parts: list[Part] = []
+            if self._keys is not None:
+                parts.append(KeyBias(backend, "key_bias", 1, sharing, p.partial_dtype, "key_bias" in self._wanted))
+            for function in self._functions:
+                wanted = function.name in self._wanted
+                parts.append(DistanceBias(backend, function.of_heads(heads), p.partial_dtype, wanted))
+            dropout = None
+            if self._threshold:
+                of_heads = need.sequence * p.heads + np.arange(heads.start, heads.stop)
+                dropout = self._threshold, self.given.seed, of_heads
+            return Biases(backend, parts, dropout, whole, 1, sharing, p.partial_dtype)
+
+        return of_need
 
     def collect(self, sum_over_planes: Callable[[Array, tuple[int, ...]], None]) -> None:
         """Make the results of what a pass has added up; collective.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..model import cost, planes
+from ..model.divided import PIECES, PassLoad, divide, group_bytes
 from ..model.machine import Machine
 from ..model.prediction import Choice
 from ..model.simulate import simulate
@@ -16,17 +17,21 @@ from ..model.workload import Load, Work
 from ..problem.mask import Mask
 from ..problem.problem import Problem
 from ..schedule import travels
-from ..schedule.kinds import Q
+from ..schedule.division import RankPieces, needs_of
+from ..schedule.kinds import GATHERED, IN_COLUMNS, Q
 from ..schedule.needed import Activity
+from ..schedule.piece_steps import PieceSteps
 from ..schedule.rank_steps import RankSteps
 from ..schedule.regroup import Regrouping, plane_problem
 from ..schedule.remembered import Remembered
+from ..schedule.steps import with_slots
+from ..schedule.timeline import StepTimes, Timeline
 from .share import Share
 
 if TYPE_CHECKING:
     from ..problem.layout import Layout
+    from ..schedule.division import Need
     from ..schedule.steps import Schedule
-    from ..schedule.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,9 @@ class Decision:
     def share(self, rank: int) -> Share:
         """What a rank of the mesh computes of all scores."""
         c, p, plane = self.choice, self.problem, self.choice.tile.plane
+        if plane.divided:
+            everything = slice(0, p.batch), slice(0, p.heads)
+            return Share(c.mesh_layouts, ([], []), *everything, (p.batch, p.heads))
         chunk = rank % c.tile.chunks
         heads = self.regrouping.heads(Q, rank) if self.regrouping else slice(0, p.heads)
         chunks = sorted(plane.row(chunk)), sorted(plane.column(chunk))
@@ -113,6 +121,30 @@ class Decision:
     def rank_in_mesh(self, rank: int) -> int:
         """The rank in the mesh of a rank of the caller's communicator."""
         return rank if self.mesh_order is None else self.mesh_order.index(rank)
+
+    @functools.cached_property
+    def piece_problem(self) -> Problem:
+        """The problem of one piece of a divided plan: a sequence, a KV head and its query heads."""
+        p = self.problem
+        return replace(p, batch=1, heads=p.heads // p.kv_heads, kv_heads=1)
+
+    @functools.cached_property
+    def _needs(self) -> Remembered:
+        """needs(direction): what the ranks of a divided plan need in calls without documents, made once."""
+        return Remembered(lambda direction: self._needs_of(direction, self.activity))
+
+    def _needs_of(self, direction: str, activity: Activity) -> tuple[tuple[Need, ...], ...]:
+        division = divide(self.choice.tile, self.problem, self.mask, direction)
+        return needs_of(division, activity.mask, self.problem.kv_heads, activity.documents)
+
+    def rank_pieces(self, direction: str, rank: int, activity: Activity) -> RankPieces:
+        """What a rank of a divided plan does in the passes of a direction of a call."""
+        needs = self._needs(direction) if activity is self.activity else self._needs_of(direction, activity)
+        return RankPieces(needs, self.layouts, rank)
+
+    def piece_steps(self, direction: str, rank: int, activity: Activity) -> PieceSteps:
+        """The steps of a rank of a divided plan."""
+        return PieceSteps(self.rank_pieces(direction, rank, activity), direction, *group_bytes(self.problem, direction))
 
     def schedule(self, direction: str = "forward") -> Schedule:
         """The schedule of a pass on a plane, made once."""
@@ -134,6 +166,8 @@ class Decision:
 
     def _schedule(self, direction: str) -> Schedule:
         c = self.choice
+        if c.tile.divided:
+            return with_slots(PIECES, direction, c.tile, c.route, ())
         ahead = c.ahead if self.overlap else None
         return cost.build(c.schedule, c.tile, c.route, self.problem, self.machine, direction, self.nodes, ahead)
 
@@ -143,12 +177,16 @@ class Decision:
         What comes before and after it, regrouping, is not part of it.
         """
         plane, count = self.plane, self.choice.tile.h
+        if plane.choice.tile.divided:
+            return self._predicted_of_pieces(direction)
         load = Load(Work(plane.mask, *plane.choice.layouts), plane.choice.tile)
         timeline = simulate(self.schedule(direction), plane.problem, load, plane.machine, plane.nodes)
         return timeline if count == 1 else timeline.repeated(lambda times: np.tile(times, count))
 
     def sent_bytes(self, rank: int, direction: str, activity: Activity) -> int:
         """Bytes that a rank of the mesh sends in a call, by the formula of `schedule.travels`."""
+        if self.choice.tile.divided:
+            return self._sent_of_pieces(rank, direction, activity)
         plane, activity = self.plane, self.plane_activity(activity, rank)
         of_pass = travels.sent(
             plane.problem,
@@ -161,3 +199,32 @@ class Decision:
             self.schedule(direction).collective,
         ).total
         return of_pass + (self.regrouping.sent(rank, direction) if self.regrouping else 0)
+
+    def _sent_of_pieces(self, rank: int, direction: str, activity: Activity) -> int:
+        """Bytes that a rank of a divided plan sends: its tokens to the pieces that need them, and partials back."""
+        pieces, groups = self.rank_pieces(direction, rank, activity), self.problem.batch * self.problem.kv_heads
+        total = 0
+        for kind, nbytes in travels.token_bytes(self.problem, direction).items():
+            tokens = pieces.sent(kind in IN_COLUMNS) if kind in GATHERED else pieces.received(kind in IN_COLUMNS)
+            total += tokens * nbytes // groups
+        return total
+
+    def _predicted_of_pieces(self, direction: str) -> Timeline:
+        """As `predicted`, of a divided plan: one step."""
+        tile = self.choice.tile
+        load = PassLoad(tile, self.problem, self.mask, self.layouts, direction)
+        seconds, waiting = load.seconds(self.machine, self.nodes, self.overlap)
+        step = StepTimes(np.zeros_like(seconds), seconds - waiting, seconds)
+        return Timeline(direction, (step,), (), float(seconds.max(initial=0)))
+
+    def pairs_of_pieces(self, rank: int, activity: Activity) -> float:
+        """As `MeshAttention.pairs`, of a rank of a divided plan."""
+        pairs = 0
+        for need in self.rank_pieces("forward", rank, activity).needs:
+            of_sequence = activity.of_sequences(slice(need.sequence, need.sequence + 1))
+            queries = np.concatenate([np.arange(*part) for part in need.queries])
+            begin, end = of_sequence.columns_at(queries, [range(*part) for part in need.keys])
+            pairs += int((end - begin).sum(dtype=np.int64))
+        alike = len(activity.documents or (None,)) == 1
+        matrices = self.problem.kv_heads * (self.problem.batch if alike else 1)
+        return pairs / matrices if pairs % matrices else pairs // matrices

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..schedule.tile import Tile
     from ..schedule.timeline import Timeline
     from .decision import Decision
+    from .piece_passes import PiecePasses
     from .rank_passes import RankPasses
 
 
@@ -34,7 +35,7 @@ class Described:
     q_layout: Layout
     k_layout: Layout
     _decision: Decision
-    _passes: RankPasses
+    _passes: RankPasses | PiecePasses
     _backend: Backend
     _exchange: Exchange
     _home: Home | None
@@ -153,6 +154,8 @@ class Described:
             One of h planes computes 1/h of batch and heads, so its pairs count 1/h; an int if that is whole.  Where
             sequences have documents of their own, their pairs are added up.
         """
+        if self.tile.divided:
+            return self._decision.pairs_of_pieces(self._passes.mesh.rank, activity or self._decision.activity)
         mesh, whole, planes = self._passes.mesh, activity or self._decision.activity, self.tile.h
         own = self._decision.plane_activity(whole, mesh.rank)
         if self._decision.regrouping and own is not whole:

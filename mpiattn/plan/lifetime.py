@@ -15,6 +15,7 @@ from ..system.logs import INFO, LOGGER, note
 from ..system.values import UNCHANGED, Unchanged, Words
 from .arguments import arguments_of
 from .foresight import check_memory, own_bytes
+from .piece_passes import PiecePasses
 from .rank_passes import RankPasses
 from .returned import Returned
 from .settle import asked_like, checked_for_layouts, resized, searched_anew
@@ -53,7 +54,8 @@ class Lifetime(Verified, Traced):
         peers = home.peers(time_limit(options.timeout, self._decision.longest_seconds))
         peers.idle = self._backend.idle
         self._exchange = Exchange(peers, options.max_message)
-        self._passes = RankPasses(self._decision, self._mesh, self._backend, self._exchange)
+        parts = self._decision, self._mesh, self._backend, self._exchange
+        self._passes = PiecePasses(*parts) if self._decision.choice.tile.divided else RankPasses(*parts)
         self._share = self._decision.share(self._mesh.rank)
         self._returned = Returned(self.problem, self._decision.layouts, self._mesh.rank)
         self._arguments = arguments_of(self.problem, self._passes.tokens, self._backend)

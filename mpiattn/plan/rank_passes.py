@@ -109,10 +109,10 @@ class RankPasses:
         executor.prepare(self.call_cache.alike(activity), accumulators, biases is not None)
         return Prepared(executor, self._way.prepare(direction, arrays), accumulators, results, biases)
 
-    def run(self, prepared: Prepared, sinks: Array | None, progress: Callable[[float], object] | None) -> Array | None:
+    def run(self, prepared: Any, sinks: Array | None, progress: Callable[[float], object] | None) -> Array | None:
         """Run a pass into its results; returns this rank's part of dsinks if it is a backward pass with sinks.
 
-        sinks: a NumPy array of all heads, or None.
+        prepared: a `Prepared`.  sinks: a NumPy array of all heads, or None.
         """
         executor, arrays, accumulators, results, biases = prepared
         direction = executor.schedule.direction

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
     from ..comm.collective_calls import Call
     from ..engine.record import Pass
+    from .piece_passes import PiecePasses
     from .rank_passes import RankPasses
 
 
 class Traced(Described, Distributed):
     """A plan whose last passes can be written to a file."""
 
-    _passes: RankPasses
+    _passes: RankPasses | PiecePasses
 
     @refusing("save_trace", of_call("save_trace"))
     def save_trace(self, path: str | os.PathLike[str]) -> None:

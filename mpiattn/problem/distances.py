@@ -6,6 +6,7 @@ as many keys as queries; beside a mask that gives keys other places (`mpiattn.ma
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,6 +46,12 @@ class ByDistance:
         self._places = places
         self.gradient = np.zeros(self.parameters.shape)
         self._own = own if len(self.parameters) > 1 else slice(None)
+
+    def of_heads(self, own: slice) -> ByDistance:
+        """The same function of some heads; it adds to the same gradient."""
+        of_heads = copy.copy(self)
+        of_heads._own = own if len(self.parameters) > 1 else slice(None)
+        return of_heads
 
     def of_queries(self, positions: Positions) -> Positions:
         """Where queries at some positions are, for their distances."""

@@ -82,6 +82,10 @@ class Activity:
         positions = self.q_layout.positions(chunk)
         if rows is not None and rows != whole(len(positions)):
             positions = np.concatenate([positions[:0], *(positions[start:stop] for start, stop in rows)])
+        return self.columns_at(positions, keys)
+
+    def columns_at(self, positions, keys):
+        """As `columns`, of the queries at some positions, which increase."""
         return _by_piece(self.mask.key_intervals, positions, self.documents, columns_of(keys))
 
     def has_work(self, i, j):

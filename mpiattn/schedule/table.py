@@ -70,7 +70,7 @@ def united(start, stop):
     return start[np.append(0, gaps + 1)], stop[np.append(gaps, -1)]
 
 
-def _united_of(numbers, start, stop, tokens):
+def united_of(numbers, start, stop, tokens):
     """The union of the intervals of every number: numbers, starts and stops, by number.
 
     tokens: no stop is above.
@@ -157,7 +157,7 @@ class Table:
         if pieces is not None and not layout.striped:
             cuts, owners = layout.owners
             start, stop, part = mask.reach(cuts, pieces, documents)
-            return _united_of(owners[part], start, stop, mask.seqlen_k)
+            return united_of(owners[part], start, stop, mask.seqlen_k)
         seen = [(np.zeros(0, np.int64),) * 3]
         for chunk in range(layout.chunks):
             positions = layout.positions(chunk)
@@ -165,7 +165,7 @@ class Table:
                 ends = mask.key_intervals(positions[at : at + PIECE], documents)
                 start, stop = united(*(side.ravel() for side in ends))
                 seen.append((np.full(len(start), chunk), start, stop))
-        return _united_of(*map(np.concatenate, zip(*seen)), mask.seqlen_k)
+        return united_of(*map(np.concatenate, zip(*seen)), mask.seqlen_k)
 
     def seen(self, chunk):
         """The keys that the queries of a chunk see, as disjoint increasing intervals: their starts and their stops."""
@@ -229,7 +229,7 @@ class Table:
         k_cuts, k_owners, _ = self._k_runs
         if self._mask.mask is None and self._documents is None:
             start, stop = self._mask.queries_seeing(k_cuts[:-1], k_cuts[1:])
-            return _united_of(k_owners, start, stop, self._mask.seqlen)
+            return united_of(k_owners, start, stop, self._mask.seqlen)
         asked = _among(owners, chunks, self._chunks)
         seeing = [(np.zeros(0, np.int64),) * 3]
         for begins, ends in self._parts(cuts[:-1][asked], cuts[1:][asked], k_cuts):
@@ -239,7 +239,7 @@ class Table:
             runs, which = _expanded(*runs_seen[:, :, np.append(True, changes)].reshape(2, -1))
             part = which % len(begins)
             seeing.append((k_owners[runs], begins[part], ends[part]))
-        return _united_of(*map(np.concatenate, zip(*seeing)), self._mask.seqlen)
+        return united_of(*map(np.concatenate, zip(*seeing)), self._mask.seqlen)
 
     def _runs_seen(self, queries, k_cuts):
         """The runs [first, last) of keys that queries see in every list: (2, lists, queries); 0 for none."""
@@ -285,7 +285,7 @@ class Lines:
         self._side, self._extent, self._chunks = side, tile.b if column else tile.a, tile.chunks
         chunks, tokens = np.arange(tile.chunks), int(side.cuts[-1])
         self.place = chunks // tile.a if column else chunks % tile.a
-        group, start, stop = _united_of(self.place[side.users], side.start, side.stop, tokens)
+        group, start, stop = united_of(self.place[side.users], side.start, side.stop, tokens)
         # Of a run, what lies between two needs of a group travels too
         before, after = (side.cuts.searchsorted(ends, "right") - 1 for ends in (stop[:-1] - 1, start[1:]))
         apart = (before != after) | (group[1:] != group[:-1])

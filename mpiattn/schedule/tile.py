@@ -41,6 +41,11 @@ class Tile:
     __repr__ = __str__  # for messages about arguments
 
     @property
+    def divided(self) -> bool:
+        """Whether ranks compute pieces of the scores (`mpiattn.schedule.division`) in place of whole chunks."""
+        return False
+
+    @property
     def ranks(self) -> int:
         """Number of ranks."""
         return self.h * self.a * self.b
@@ -86,6 +91,41 @@ class Tile:
         return [self.in_column(rank, hop) for hop in range(self.b)]
 
 
+@dataclass(frozen=True, repr=False)
+class Divided(Tile):
+    """A division of the scores into pieces: each rank computes some, of any KV heads, queries and keys.
+
+    Its communicator is that of the tile 1xN.
+    kind: "bands", the name of the construction.
+    """
+
+    kind: str
+
+    def __str__(self) -> str:
+        """The kind."""
+        return self.kind
+
+    __repr__ = __str__
+
+    @property
+    def divided(self) -> bool:
+        """As of `Tile`."""
+        return True
+
+    @property
+    def plane(self) -> Tile:
+        """As of `Tile`."""
+        return self
+
+
+def divided(kind: str, ranks: int) -> Divided:
+    """The division of a kind among so many ranks."""
+    return Divided(1, 1, ranks, kind)
+
+
+DIVISIONS = ("bands",)
+
+
 def tiles(ranks: int, planes: int = 1) -> list[Tile]:
     """Every tile of that many ranks with so many planes, from Ring, 1xN, to Q-ring, Nx1."""
     chunks = ranks // planes
@@ -96,9 +136,12 @@ def parse_tile(tile: Any, ranks: int) -> Tile | None:
     """The Tile from "AxB", "HxAxB", a name, numbers or a Tile; None for "auto".  Raises ArgumentError."""
     may_be = (
         f"for {number(ranks, 'rank')} it may be {', '.join(map(str, tiles(ranks)))}, HxAxB with H * A * B = "
-        f"{ranks}, ulysses, ring, qring or auto"
+        f"{ranks}, ulysses, ring, qring, bands or auto"
     )
     named = {"auto": None, "ring": Tile(1, 1, ranks), "qring": Tile(1, ranks, 1), "ulysses": Tile(ranks, 1, 1)}
+    named |= {kind: divided(kind, ranks) for kind in DIVISIONS}
+    if isinstance(tile, Divided) and tile.ranks == ranks:
+        return tile
     if isinstance(tile, str | Tile):
         text = str(tile).strip()
         if text in named:

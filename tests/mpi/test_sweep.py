@@ -21,6 +21,7 @@ from test_hidden_numbers import hidden_from_all, visible
 
 from mpiattn import MeshAttention
 from mpiattn.engine import coming
+from mpiattn.schedule import piece_steps
 from mpiattn.schedule.greedy import greedy
 
 SEED = draws.seed()
@@ -88,6 +89,7 @@ def complaint(comm, case):
 def pieces_of_few_tokens(monkeypatch):
     """Short chunks too are waited for in several pieces."""
     monkeypatch.setattr(coming, "LEAST", 4)
+    monkeypatch.setattr(piece_steps, "LEAST", 4)
 
 
 @pytest.mark.many

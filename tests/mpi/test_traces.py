@@ -13,10 +13,10 @@ from runs import attend, my_chunks, narrow, on
 
 from mpiattn import ArgumentError, FileError, MeshAttention
 from mpiattn.comm import clocks
-from mpiattn.engine import coming, executor, regroup
+from mpiattn.engine import coming, executor, piece_executor, regroup
 
 PROBLEM = {"seqlen": 61, "heads": 4, "kv_heads": 2, "head_dim": 8, "backend": "numpy"}
-MEASURES = (clocks, coming, executor, regroup)
+MEASURES = (clocks, coming, executor, piece_executor, regroup)
 TILES = {
     1: [(1, 1, 1)],
     2: [(1, 2, 1), (1, 1, 2), (2, 1, 1)],
@@ -138,6 +138,15 @@ def test_all_that_is_sent(group, path_of, schedule):
             check_steps(trace, plan)
             check_arrows(trace)
             assert trace["otherData"]["plan"]["schedule"] == schedule
+
+
+@on(1, 2, 4)
+def test_all_that_pieces_send(group, path_of):
+    trace, sent, _ = traced(group, path_of(group), tile="bands", causal=True)
+    if group.rank == 0:
+        check_threads(trace, group.size)
+        check_bytes(trace, sent)
+        check_arrows(trace)
 
 
 @on(4)

@@ -1,0 +1,229 @@
+"""Plans whose scores are divided into pieces: their predicted time, bytes and memory.  Pure arithmetic.
+
+A rank computes its pieces while their tokens arrive, portion by portion (`mpiattn.schedule.piece_steps`).  So a pass
+takes the longest of what it computes, receives and sends, and besides what nothing hides: the first portions and the
+last partials.
+"""
+
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from ..schedule.bands import bands
+from ..schedule.division import needs_of, parts_of
+from ..schedule.kinds import GATHERED, IN_COLUMNS, KINDS, REDUCED
+from ..schedule.piece_steps import PORTIONS
+from ..schedule.ranges import total
+from ..schedule.travels import token_bytes
+from . import memory
+from .lower_bounds import ROUNDING
+from .pairs import Pairs
+from .prediction import Choice
+from .workload import balance
+
+PIECES = "pieces"  # the name of the schedule
+
+
+class GroupBytes(NamedTuple):
+    """Bytes of a row and of a key of one KV head, with all that moves for a piece that needs it."""
+
+    row: int
+    key: int
+
+
+def group_bytes(problem, direction):
+    """The `GroupBytes` of a pass."""
+    groups = problem.batch * problem.kv_heads
+    of_sides = [0, 0]
+    for kind, nbytes in token_bytes(problem, direction).items():
+        of_sides[kind in IN_COLUMNS] += nbytes // groups
+    return GroupBytes(*of_sides)
+
+
+def divide(tile, problem, mask, direction):
+    """The division of a `Divided` tile for a pass.  mask: what queries are expected to see."""
+    if not (mask.seqlen and mask.seqlen_k):
+        return ((),) * tile.ranks
+    each = group_bytes(problem, direction)
+    return bands(mask, tile.ranks, problem.batch * problem.kv_heads, each.row, each.key)
+
+
+def tokens_between(needs, layout, column):
+    """Tokens that every rank takes of every rank's chunk, counted once a KV head: int64 (ranks that need, owners).
+
+    needs: of every rank, as of `needs_of`.  column: whether of keys.
+    """
+    ranks = len(needs)
+    tokens = np.zeros((ranks, ranks), np.int64)
+    for rank, of_rank in enumerate(needs):
+        ends = np.array([ends for need in of_rank for ends in need.of(column)], np.int64).reshape(-1, 2)
+        if layout.striped:
+            tokens[rank] = [np.diff(layout.below(owner, ends)).sum() for owner in range(ranks)]
+            continue
+        cuts, owners = layout.owners
+        shared = np.minimum(ends[:, 1:], cuts[1:]) - np.maximum(ends[:, :1], cuts[:-1])
+        of_runs = np.maximum(shared, 0).sum(axis=0)
+        np.add.at(tokens[rank], owners, of_runs)
+    return tokens
+
+
+def pairs_of(division, mask):
+    """The visible pairs of every rank's pieces: int64 (ranks,)."""
+    pieces = np.array([piece for of_rank in division for piece in of_rank], np.int64).reshape(-1, 5)
+    pairs = np.zeros(len(division), np.int64)
+    if not len(pieces):
+        return pairs
+    rows, keys = np.unique(pieces[:, 1:3]), np.unique(pieces[:, 3:5])
+    counts = Pairs(mask, *parts_of(rows, keys)).table[: max(len(rows) - 1, 0), : max(len(keys) - 1, 0)]
+    before = np.zeros((len(rows), len(keys)), np.int64)
+    before[1:, 1:] = counts.cumsum(axis=0).cumsum(axis=1)
+    (top, bottom), (left, right) = (
+        (of_side.searchsorted(ends[:, 0]), of_side.searchsorted(ends[:, 1]))
+        for of_side, ends in ((rows, pieces[:, 1:3]), (keys, pieces[:, 3:5]))
+    )
+    of_pieces = before[bottom, right] - before[top, right] - before[bottom, left] + before[top, left]
+    ranks = np.repeat(np.arange(len(division)), [len(of_rank) for of_rank in division])
+    np.add.at(pairs, ranks, of_pieces)
+    return pairs
+
+
+class PassLoad:
+    """What every rank computes, sends and receives in a pass.
+
+    tile: a `Divided` tile.  layouts: of the ranks' queries and keys.  mask: what queries see.
+    """
+
+    def __init__(self, tile, problem, mask, layouts, direction):
+        self._problem, self._layouts, self._direction = problem, layouts, direction
+        self.division = divide(tile, problem, mask, direction)
+        self.needs = needs_of(self.division, mask, problem.kv_heads)
+        self.pairs = pairs_of(self.division, mask)
+        self._groups = problem.batch * problem.kv_heads
+
+    @cached_property
+    def _tokens(self):
+        """By `column`, `tokens_between`."""
+        return [tokens_between(self.needs, self._layouts[column], column) for column in (False, True)]
+
+    def moved(self, kind):
+        """Bytes of a kind that go from every rank to every rank: float (from, to)."""
+        of_token = token_bytes(self._problem, self._direction)[kind] / self._groups
+        taken = self._tokens[kind in IN_COLUMNS] * of_token
+        np.fill_diagonal(taken, 0)
+        return taken.T if kind in GATHERED else taken
+
+    def sent(self):
+        """{kind: bytes that a rank sends, mean over ranks}."""
+        ranks = len(self.needs)
+        return {kind: float(self.moved(kind).sum()) / ranks for kind in KINDS[self._direction]}
+
+    def buffer_bytes(self):
+        """Bytes of a plan's buffers for the pass, of every rank, at least: int64 (ranks,)."""
+        p, kinds = self._problem, KINDS[self._direction]
+        of_token = {
+            kind: sum(memory.size_of([array.held(p)]) for array in kinds[kind].arrays_of(p)) // self._groups
+            for kind in kinds
+        }
+        counts = [
+            np.array([sum(total(need.of(column)) for need in of_rank) for of_rank in self.needs], np.int64)
+            for column in (False, True)
+        ]
+        nbytes = np.zeros(len(self.needs), np.int64)
+        for kind in kinds:
+            column = kind in IN_COLUMNS
+            nbytes += counts[column] * of_token[kind]
+            if kind in REDUCED[self._direction]:
+                nbytes += np.array(self._layouts[column].lengths) * of_token[kind] * self._groups
+        return nbytes
+
+    def seconds(self, machine, nodes, overlap):
+        """Seconds of the pass of every rank, and those of them in which it waits: each float (ranks,)."""
+        p, nodes = self._problem, np.asarray(nodes)
+        computing = machine.compute(p.flops_per_pair / self._groups * self.pairs, p.dtype, self._direction)
+        crossing = nodes[:, None] != nodes
+        into, out, unhidden, merging = (np.zeros(len(nodes)) for _ in range(4))
+        for kind in KINDS[self._direction]:
+            moved = self.moved(kind)
+            for some, link in ((~crossing, machine.inside), (crossing, machine.between)):
+                of_link = np.where(some, moved, 0)
+                lasting = of_link / link.bandwidth + link.latency * (of_link > 0)
+                into += lasting.sum(axis=0)
+                out += lasting.sum(axis=1)
+                unhidden += (1 - link.overlap) * of_link.sum(axis=0) / link.bandwidth
+            if kind not in GATHERED:
+                merging += moved.sum(axis=0) / machine.merging
+            if machine.node_bandwidth is not None:
+                of_nodes = np.where(crossing, moved, 0)
+                for ends, side in ((into, of_nodes.sum(axis=0)), (out, of_nodes.sum(axis=1))):
+                    of_node = np.bincount(nodes, side)[nodes] / machine.node_bandwidth
+                    np.maximum(ends, of_node, out=ends)
+        moving = np.maximum(into, out)
+        busy = computing + unhidden + merging
+        if not overlap:
+            return busy + moving, moving
+        seconds = np.maximum(busy, moving) + moving / PORTIONS
+        return seconds, seconds - busy
+
+
+class DividedCase:
+    """A divided plan that is not predicted yet: as a `Case` of `mpiattn.model.search`.
+
+    space: a completed `SearchSpace`.  pair: layouts of the ranks' queries and keys.
+    """
+
+    schedule, route = PIECES, "direct"
+
+    def __init__(self, space, tile, pair):
+        self.tile, self._space, self._pair = tile, space, pair
+
+    @cached_property
+    def _loads(self):
+        space = self._space
+        return [PassLoad(self.tile, space.problem, space.mask, self._pair, direction) for direction in space.passes]
+
+    def computing(self):
+        """A lower bound on the seconds, of computing alone."""
+        space, p = self._space, self._space.problem
+        flops = p.flops_per_pair * space.mask.pairs() / space.ranks
+        return ROUNDING * sum(space.machine.compute(flops, p.dtype, direction) for direction in space.passes)
+
+    def sent(self):
+        """The bytes that a rank sends, mean over ranks."""
+        return sum(sum(load.sent().values()) for load in self._loads) * ROUNDING
+
+    def bound(self, overlap):
+        """A choice of this case, which is quick to predict, in place of a bound."""
+        return self.choice(None)
+
+    def choice(self, max_memory):
+        """The `Choice` of this case."""
+        space, p = self._space, self._space.problem
+        seconds = waiting = 0.0
+        pairs = np.zeros(space.ranks, np.int64)
+        for load in self._loads:
+            of_ranks, waited = load.seconds(space.machine, space.nodes, space.overlap)
+            seconds += float(of_ranks.max(initial=0))
+            waiting += float(waited.mean())
+            pairs += load.pairs
+        buffers = np.max([load.buffer_bytes() for load in self._loads], axis=0)
+        lengths = [np.array(layout.lengths) for layout in self._pair]
+        backward = "backward" in space.passes
+        own = buffers + memory.own_bytes(p, lengths, backward, False)
+        nbytes = buffers + memory.outer_bytes(p, lengths, backward, strided=True)
+        sent = {direction: load.sent() for direction, load in zip(space.passes, self._loads)}
+        least = int(own.min())
+        return Choice(
+            self.tile,
+            self.schedule,
+            self.route,
+            self._pair,
+            self._pair,
+            0,
+            balance(pairs),
+            seconds,
+            waiting / seconds if seconds else 0.0,
+            sent,
+            int(nbytes.max()),
+            (least,) if least == own.max() else tuple(own.tolist()),
+        )
