@@ -7,7 +7,9 @@ import pytest
 
 from mpiattn import masks
 from mpiattn.problem.mask import Mask
+from mpiattn.problem.problem import Problem
 from mpiattn.schedule.bands import bands
+from mpiattn.schedule.least_sent import least_sent
 
 
 def drawn(rng):
@@ -24,6 +26,21 @@ def drawn(rng):
         intervals = masks.neighborhood((6, seqlen // 6), (3, 1))
         prefix = min(prefix, seqlen_k)
     return Mask(seqlen, seqlen_k, causal, window, prefix, block, intervals)
+
+
+def owners(seqlen, ranks):
+    """Where the tokens of each rank begin, and the last end, in the even split."""
+    return np.arange(ranks + 1) * seqlen // ranks
+
+
+def drawn_owners(rng, mask, ranks):
+    """Ranks that own tokens in a row, some of them none; or None."""
+    if rng.random() < 0.3:
+        return None
+    return tuple(
+        np.array([0, *sorted(rng.randint(0, length) for _ in range(ranks - 1)), length])
+        for length in (mask.seqlen, mask.seqlen_k)
+    )
 
 
 def assert_exact(division, groups, mask):
@@ -53,7 +70,8 @@ def test_each_pair_is_in_one_piece(seed):
     rng = random.Random(seed)
     for _ in range(20):
         mask, ranks, groups = drawn(rng), rng.randint(1, 30), rng.randint(1, 5)
-        division = bands(mask, ranks, groups, rng.randint(1, 9), rng.randint(1, 9))
+        owned = drawn_owners(rng, mask, ranks)
+        division = bands(mask, ranks, groups, rng.randint(1, 9), rng.randint(1, 9), owned)
         assert len(division) == ranks
         times = np.zeros((groups, mask.seqlen, mask.seqlen_k), int)
         for piece in (piece for pieces in division for piece in pieces):
@@ -61,12 +79,14 @@ def test_each_pair_is_in_one_piece(seed):
         assert (times == 1).all(), mask
 
 
+@pytest.mark.parametrize("choose", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("ranks, groups", [(1, 1), (7, 1), (13, 3), (64, 1), (127, 32), (300, 8)])
-def test_work_is_equal(ranks, groups, causal):
+@pytest.mark.parametrize("ranks, groups", [(1, 1), (7, 1), (7, 32), (13, 3), (24, 8), (64, 1), (127, 32), (300, 8)])
+def test_work_is_equal(ranks, groups, causal, choose):
     """But for whole rows and keys: of short sequences these are much of a rank's work."""
     mask = Mask(20_000, 20_000, causal)
-    division = bands(mask, ranks, groups, 1, 1)
+    owned = (owners(20_000, ranks),) * 2 if choose else None
+    division = bands(mask, ranks, groups, 1, 1, owned)
     assert_exact(division, groups, mask)
     work = [pairs_of(pieces, mask) for pieces in division]
     assert sum(work) == groups * mask.pairs()
@@ -90,3 +110,73 @@ def test_very_long_sequences():
     division = bands(mask, 7, 8, 1, 1)
     areas = [sum((p.last_row - p.first_row) * (p.last_key - p.first_key) for p in pieces) for pieces in division]
     assert sum(areas) == 8 * 2**62 and max(areas) < 1.001 * sum(areas) / 7
+
+
+def common(ranges):
+    """The [first, last) that some ranges cover together, without overlaps, in order."""
+    merged = []
+    for first, last in sorted(ranges):
+        if merged and first <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], last)
+        else:
+            merged.append([first, last])
+    return merged
+
+
+def seen_parts(piece, mask):
+    """The rows of a piece that see keys of it, and the keys that they see: hulls, of a mask of one interval."""
+    rows = np.arange(piece.first_row, piece.last_row)
+    low, high = mask.keys_seen_by(rows)
+    low, high = np.maximum(low, piece.first_key), np.minimum(high, piece.last_key)
+    some = low < high
+    if not some.any():
+        return (0, 0), (0, 0)
+    return (int(rows[some][0]), int(rows[some][-1]) + 1), (int(low[some].min()), int(high[some].max()))
+
+
+def received(division, mask, row_bytes, key_bytes):
+    """Bytes that each rank gets from others: rows and keys that it needs, but for those that it owns."""
+    own = owners(mask.seqlen, len(division)), owners(mask.seqlen_k, len(division))
+    total = []
+    for rank, pieces in enumerate(division):
+        needed = {}
+        for piece in pieces:
+            for side, part in enumerate(seen_parts(piece, mask)):
+                needed.setdefault((side, piece.group), []).append(part)
+        total.append(0)
+        for (side, _), ranges in needed.items():
+            begin, end = own[side][rank], own[side][rank + 1]
+            for first, last in common(ranges):
+                others = last - first - max(min(last, end) - max(first, begin), 0)
+                total[-1] += int(others) * (key_bytes if side else row_bytes)
+    return total
+
+
+@pytest.mark.parametrize(
+    "ranks, heads, kv_heads, causal, mean, busiest",
+    [
+        (31, 8, 8, False, 1.10, 1.36),
+        (31, 8, 8, True, 1.37, 1.86),
+        (24, 8, 8, True, 1.33, 1.54),
+        (64, 8, 8, True, 1.20, 1.48),
+        (64, 1, 1, True, 1.10, 1.52),
+        (127, 32, 32, False, 1.06, 1.27),
+        (127, 32, 32, True, 1.31, 1.65),
+        (256, 32, 32, True, 1.18, 1.45),
+        (64, 32, 8, True, 1.21, 1.89),
+        (100, 32, 8, True, 1.17, 2.59),
+        (7, 1, 1, False, 1.05, 1.08),
+        (13, 1, 1, False, 1.03, 1.04),
+        (16, 1, 1, False, 1.001, 1.001),  # as the mesh of 4 x 4
+        (64, 1, 1, False, 1.001, 1.001),
+    ],
+)
+def test_bytes_over_the_least(ranks, heads, kv_heads, causal, mean, busiest):
+    """With owners of equal pieces in order.  These are ratios: of longer sequences they are the same."""
+    problem = Problem(2**14, heads, 128, kv_heads=kv_heads, causal=causal)
+    mask = problem.whole_mask
+    row_bytes, key_bytes = heads // kv_heads * (2 * 128 + 1) * 4, 2 * 128 * 4
+    division = bands(mask, ranks, kv_heads, row_bytes, key_bytes, (owners(2**14, ranks),) * 2)
+    times = np.array(received(division, mask, row_bytes, key_bytes)) / least_sent(problem, ranks, mask.pairs())
+    assert times.mean() < mean
+    assert times.max() < busiest

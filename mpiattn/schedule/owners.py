@@ -1,0 +1,65 @@
+"""Which ranks do which kinds of work, so that they own as much as can be of what it needs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int64]
+
+ROUNDS = 2**7  # of exchanges between two kinds, at most: some ms
+
+
+def kinds_of_ranks(worth: Ints, ranks_of: Ints) -> Ints:
+    """The kind of work of every rank, (ranks,): near the greatest sum of what they own.  Alike wherever it is computed.
+
+    worth: what each rank owns of the needs of each kind, in bytes, (kinds, ranks).
+    ranks_of: number of ranks that each kind takes, (kinds,).
+    """
+    kind_of = _in_turn(worth, ranks_of)
+    members = [np.flatnonzero(kind_of == kind) for kind in range(len(worth))]
+    # By two kinds, the most that a rank of the first gains if it goes over to the second
+    most = np.stack([_gains(worth, kind, members[kind]).max(axis=1) for kind in range(len(worth))])
+    for _ in range(ROUNDS):
+        both = most + most.T
+        one, other = divmod(int(both.argmax()), len(both))
+        if both[one, other] <= 0:
+            break
+        _exchange(worth, members, one, other)
+        for kind in (one, other):
+            most[kind] = _gains(worth, kind, members[kind]).max(axis=1)
+    for kind, ranks in enumerate(members):
+        kind_of[ranks] = kind
+    return kind_of
+
+
+def _in_turn(worth: Ints, ranks_of: Ints) -> Ints:
+    """Each kind in turn takes the ranks that own most of its needs, of those that are left."""
+    kind_of = np.full(worth.shape[1], -1)
+    left = np.arange(worth.shape[1])
+    for kind, count in enumerate(ranks_of.tolist()):
+        order = np.argsort(-worth[kind, left], kind="stable")
+        kind_of[left[order[:count]]] = kind
+        left = np.sort(left[order[count:]])
+    return kind_of
+
+
+def _gains(worth: Ints, kind: int, ranks: Ints) -> Ints:
+    """What some ranks of a kind gain if they go over to each kind: (kinds, ranks)."""
+    return worth[:, ranks] - worth[kind, ranks]
+
+
+def _exchange(worth: Ints, members: list[Ints], one: int, other: int) -> None:
+    """Exchange as many ranks of two kinds as gain by it."""
+    there, back = members[one], members[other]
+    gain_there = worth[other, there] - worth[one, there]
+    gain_back = worth[one, back] - worth[other, back]
+    first, second = (np.argsort(-gain, kind="stable") for gain in (gain_there, gain_back))
+    pairs = min(len(first), len(second))
+    count = int((gain_there[first[:pairs]] + gain_back[second[:pairs]] > 0).sum())
+    members[one] = np.sort(np.append(there[first[count:]], back[second[:count]]))
+    members[other] = np.sort(np.append(back[second[count:]], there[first[:count]]))
