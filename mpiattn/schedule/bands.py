@@ -25,7 +25,7 @@ import numpy as np
 from .owners import kinds_of_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -55,6 +55,39 @@ class Piece(NamedTuple):
 Division: TypeAlias = "tuple[tuple[Piece, ...], ...]"
 
 
+class _Turned:
+    """A mask without a caller's, with keys as its rows and queries as its keys."""
+
+    def __init__(self, mask: Mask) -> None:
+        self.seqlen, self.seqlen_k = mask.seqlen_k, mask.seqlen
+        self._mask = mask
+
+    def key_intervals(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """As `Mask.key_intervals`: of each key, the queries that see it."""
+        first, end = (side.astype(np.int64)[None, None] for side in self._mask.queries_seeing(rows, rows + 1))
+        return first, np.maximum(first, end)
+
+
+class _Side(NamedTuple):
+    """The matrix of a group as it is, or turned: with keys as its rows and queries as its keys.
+
+    row_bytes, key_bytes: bytes that a row and a key move for each rank that needs them.
+    own_rows, own_keys: where those of each rank begin, and the last end; both (ranks + 1,), or None.
+    """
+
+    mask: Mask | _Turned
+    row_bytes: int
+    key_bytes: int
+    own_rows: NDArray[np.int64] | None
+    own_keys: NDArray[np.int64] | None
+
+    def piece(self, group: int, top: int, bottom: int, first: int, last: int) -> Piece:
+        """The piece of these rows and keys."""
+        if isinstance(self.mask, _Turned):
+            return Piece(group, first, last, top, bottom)
+        return Piece(group, top, bottom, first, last)
+
+
 class _Sampled(NamedTuple):
     """Some rows of a matrix, each of which stands for the rows up to the next one.
 
@@ -69,7 +102,7 @@ class _Sampled(NamedTuple):
     before: NDArray[np.int64]
 
 
-def _sampled(mask: Mask) -> _Sampled:
+def _sampled(mask: Mask | _Turned) -> _Sampled:
     count = min(mask.seqlen, ROWS)
     start = np.arange(count + 1, dtype=np.int64) * mask.seqlen // max(count, 1)
     low, high, seen = _outermost(mask, start[:-1])
@@ -77,7 +110,7 @@ def _sampled(mask: Mask) -> _Sampled:
     return _Sampled(start, low, high, before)
 
 
-def _outermost(mask: Mask, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+def _outermost(mask: Mask | _Turned, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
     """The first key that each row sees, one past the last, and how many it sees; all 0 without any."""
     begin, end = (side[:, 0] for side in mask.key_intervals(rows))
     seen = (end - begin).sum(axis=0)
@@ -132,18 +165,7 @@ def _row_cuts(sampled: _Sampled, parts: Sequence[int]) -> NDArray[np.int64]:
     return np.concatenate([[0], rows, sampled.start[-1:]])
 
 
-class _Weights(NamedTuple):
-    """Bytes that move for each rank that needs them.
-
-    row: of a query in all heads of a group.
-    key: of a key in a KV head.
-    """
-
-    row: int
-    key: int
-
-
-def _cheapest(sampled: _Sampled, rows: NDArray[np.int64], weights: _Weights) -> tuple[int, list[int]]:
+def _cheapest(side: _Side, sampled: _Sampled, rows: NDArray[np.int64]) -> tuple[int, list[int]]:
     """Bytes of the bands that move fewest, and the numbers of the cuts between them, the outermost included.
 
     rows: those at which bands may begin and end.
@@ -159,7 +181,7 @@ def _cheapest(sampled: _Sampled, rows: NDArray[np.int64], weights: _Weights) -> 
         seen = np.maximum.accumulate(high[part][::-1]) - np.minimum.accumulate(low[part][::-1])
         seen = np.append(np.maximum(seen[::-1], 0), 0)[at[:last]]
         of_rows = np.arange(last, 0, -1) * (rows[last] - rows[:last])
-        cost = least[:last] + of_rows * weights.row + seen * weights.key
+        cost = least[:last] + of_rows * side.row_bytes + seen * side.key_bytes
         previous[last] = cost.argmin()
         least[last] = cost[previous[last]]
     cuts = [shares]
@@ -190,7 +212,7 @@ class _Below:
     all: number of these pairs.
     """
 
-    def __init__(self, mask: Mask, top: int, bottom: int) -> None:
+    def __init__(self, mask: Mask | _Turned, top: int, bottom: int) -> None:
         count = min(bottom - top, TILE_ROWS)
         rows = top + (np.arange(count, dtype=np.int64) * 2 + 1) * (bottom - top) // (2 * max(count, 1))
         begin, end = (side[:, 0] for side in mask.key_intervals(rows))
@@ -234,47 +256,51 @@ class _Band(NamedTuple):
         """Visible pairs before each of its tiles, and at last all of them."""
         return self.below.all * self.before // self.before[-1]
 
-    def striped(self, own_keys: int, weights: _Weights) -> bool:
-        """Whether it pays that each rank gets the keys that it owns.
-
-        own_keys: how many these are.
-        """
-        tiles = len(self.before) - 1
-        need = (self.bottom - self.top) * weights.row * tiles + (self.below.last - self.below.first) * weights.key
-        return tiles > 1 and own_keys * weights.key * tiles * STRIP >= need
+    @property
+    def tiles(self) -> int:
+        """How many it has."""
+        return len(self.before) - 1
 
 
 class _Pattern(NamedTuple):
-    """How all groups are divided whose shares have the same sizes.
+    """How groups are divided whose shares have the same sizes.
 
+    number: its own.
+    cost: bytes that such a group moves, if ranks own nothing.
     order: numbers of the shares, from the top to the bottom.
     """
 
+    number: int
+    side: _Side
+    cost: int
     order: tuple[int, ...]
     bands: tuple[_Band, ...]
 
+    def striped(self, band: _Band) -> bool:
+        """Whether it pays that each rank of a band gets the keys that it owns."""
+        side = self.side
+        if side.own_keys is None or band.tiles == 1:
+            return False
+        need = (band.bottom - band.top) * side.row_bytes * band.tiles
+        need += (band.below.last - band.below.first) * side.key_bytes
+        of_rank = int(side.own_keys[-1]) // (len(side.own_keys) - 1)
+        return of_rank * side.key_bytes * band.tiles * STRIP >= need
 
-def _pattern(mask: Mask, sampled: _Sampled, parts: tuple[int, ...], weights: _Weights) -> _Pattern:
+
+def _pattern(number: int, side: _Side, sampled: _Sampled, parts: tuple[int, ...]) -> _Pattern:
     falling = tuple(range(len(parts)))
     orders = [falling] if parts[0] == parts[-1] else [falling, falling[::-1]]
     found = []
     for order in orders:
         rows = _row_cuts(sampled, [parts[share] for share in order])
-        cost, cuts = _cheapest(sampled, rows, weights)
+        cost, cuts = _cheapest(side, sampled, rows)
         found.append((cost, order, cuts, rows.tolist()))
-    _, order, cuts, tops = min(found)
+    cost, order, cuts, tops = min(found)
     bands = []
     for first, last in pairwise(cuts):
         before = np.cumsum([0, *(parts[share] for share in order[first:last])])
-        bands.append(_Band(first, tops[first], tops[last], before, _Below(mask, tops[first], tops[last])))
-    return _Pattern(order, tuple(bands))
-
-
-class _Owned(NamedTuple):
-    """Where the tokens of each rank begin, and the last end: both (ranks + 1,)."""
-
-    queries: NDArray[np.int64]
-    keys: NDArray[np.int64]
+        bands.append(_Band(first, tops[first], tops[last], before, _Below(side.mask, tops[first], tops[last])))
+    return _Pattern(number, side, cost, order, tuple(bands))
 
 
 def _own(first: int, last: int, cuts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -282,51 +308,47 @@ def _own(first: int, last: int, cuts: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.maximum(np.minimum(cuts[1:], last) - np.maximum(cuts[:-1], first), 0)
 
 
-# A tile: number of the pattern and, from its top, of the share
-_Tile: TypeAlias = "tuple[int, int]"
+# The first of all tiles of a pattern that are alike for the ranks, and bytes that each rank owns of its needs
+_Kind: TypeAlias = "tuple[tuple[int, int], NDArray[np.int64]]"
 
 
-def _worth(
-    patterns: Sequence[_Pattern], owned: _Owned, weights: _Weights
-) -> dict[_Tile, tuple[_Tile, NDArray[np.int64]]]:
-    """For each tile the first one that is like it for the ranks, and bytes that each rank owns of its needs."""
-    own_keys = int(owned.keys[-1]) // (len(owned.keys) - 1)
-    found = {}
-    for number, pattern in enumerate(patterns):
-        for band in pattern.bands:
-            of_rows = _own(band.top, band.bottom, owned.queries) * weights.row
-            if band.striped(own_keys, weights):
-                worth = of_rows + _own(band.below.first, band.below.last, owned.keys) * weights.key
-                for tile in range(len(band.before) - 1):
-                    found[number, band.first + tile] = (number, band.first), worth
-                continue
-            for tile, (first, last) in enumerate(pairwise(band.below.keys(band.pairs).tolist())):
-                like = number, band.first + tile
-                found[like] = like, of_rows + _own(first, last, owned.keys) * weights.key
+def _kinds(pattern: _Pattern) -> list[_Kind]:
+    """The kind of every tile of a pattern, from the top."""
+    number, side, found = pattern.number, pattern.side, []
+    assert side.own_rows is not None and side.own_keys is not None
+    for band in pattern.bands:
+        of_rows = _own(band.top, band.bottom, side.own_rows) * side.row_bytes
+        if pattern.striped(band):
+            worth = of_rows + _own(band.below.first, band.below.last, side.own_keys) * side.key_bytes
+            found += [((number, band.first), worth)] * band.tiles
+            continue
+        for tile, (first, last) in enumerate(pairwise(band.below.keys(band.pairs).tolist()), band.first):
+            found.append(((number, tile), of_rows + _own(first, last, side.own_keys) * side.key_bytes))
     return found
 
 
-def _ranks(
-    slots: dict[int, list[_Tile]], patterns: Sequence[_Pattern], owned: _Owned, weights: _Weights
-) -> dict[int, int]:
-    """The rank of each slot, so that ranks own as much as can be of what they need.
+def _ranks(slots: dict[int, list[_Kind]]) -> tuple[int, dict[int, int]]:
+    """The rank of each slot, so that ranks own as many bytes as can be of what they need; and these bytes.
 
-    slots: the tiles of each.
+    slots: the kinds of its tiles.
     """
-    worth = _worth(patterns, owned, weights)
-    kinds: dict[tuple[_Tile, ...], list[int]] = {}
+    kinds: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for slot, tiles in slots.items():
-        kinds.setdefault(tuple(worth[tile][0] for tile in tiles), []).append(slot)
-    of_kinds = np.stack([sum(worth[tile][1] for tile in kind) for kind in kinds])
-    kind_of = kinds_of_ranks(of_kinds, np.array([len(alike) for alike in kinds.values()]))
+        kinds.setdefault(tuple(like for like, _ in tiles), []).append(slot)
+    worth = np.stack([sum(worth for _, worth in slots[alike[0]]) for alike in kinds.values()])
+    kind_of = kinds_of_ranks(worth, np.array([len(alike) for alike in kinds.values()]))
     rank_of: dict[int, int] = {}
     for kind, alike in enumerate(kinds.values()):
         rank_of.update(zip(alike, np.flatnonzero(kind_of == kind).tolist()))
-    return rank_of
+    return int(worth[kind_of, np.arange(len(kind_of))].sum()), rank_of
 
 
-def _plain(mask: Mask, band: _Band) -> list[tuple[int, int, int]]:
-    """The tile and the keys of each piece of a band: a piece for each tile."""
+# The number of a tile in its band, and its first key and one past its last
+_Keys: TypeAlias = "tuple[int, int, int]"
+
+
+def _plain(mask: Mask | _Turned, band: _Band) -> list[_Keys]:
+    """The pieces of a band: one for each tile."""
     cuts = band.below.keys(band.pairs)
     # The first and the last key that is seen are not yet the ends of the sequence
     cuts[band.pairs >= band.below.all] = mask.seqlen_k
@@ -334,9 +356,7 @@ def _plain(mask: Mask, band: _Band) -> list[tuple[int, int, int]]:
     return [(tile, first, last) for tile, (first, last) in enumerate(pairwise(cuts.tolist())) if first < last]
 
 
-def _striped(
-    mask: Mask, band: _Band, keys: NDArray[np.int64], tiles: Sequence[tuple[int, int]]
-) -> list[tuple[int, int, int]]:
+def _striped(band: _Band, keys: NDArray[np.int64], tiles: Sequence[tuple[int, int]]) -> list[_Keys]:
     """As `_plain`, but each rank gets the keys that it owns, and a tile of what these leave.
 
     keys: where those of each rank begin, and the last end.
@@ -354,12 +374,58 @@ def _striped(
     # Cuts of what is left, moved by the owned keys that lie above
     at = (above - skipped + own).searchsorted(left[:-1], "right")
     cuts = below.keys(left[:-1] + np.append(0, skipped)[at])
-    bounds = np.unique(np.concatenate([cuts, begin, end, [0, mask.seqlen_k]]))
+    bounds = np.unique(np.concatenate([cuts, begin, end, [0, keys[-1]]]))
     first = bounds[:-1]
     owner = begin.searchsorted(first, "right") - 1
     tile = np.where((owner >= 0) & (first < end[owner]), owner, cuts.searchsorted(first, "right"))
     new = np.flatnonzero(np.diff(tile, prepend=-1))
-    return list(zip(tile[new].tolist(), first[new].tolist(), [*first[new[1:]].tolist(), mask.seqlen_k]))
+    return list(zip(tile[new].tolist(), first[new].tolist(), [*first[new[1:]].tolist(), int(keys[-1])]))
+
+
+def _patterns(sides: Sequence[_Side], parts_of: Sequence[tuple[int, ...]], choose: bool) -> list[list[_Pattern]]:
+    """The patterns of each group, one list for each choice that there is.
+
+    parts_of: sizes of the shares of each group.
+    choose: whether bytes depend on what ranks own; if not, there is one choice.
+    """
+    sizes = list(dict.fromkeys(parts_of))
+    by_side: list[dict[tuple[int, ...], _Pattern]] = []
+    for side in sides:
+        sampled, before = _sampled(side.mask), len(by_side) * len(sizes)
+        by_side.append({parts: _pattern(before + n, side, sampled, parts) for n, parts in enumerate(sizes)})
+    if not choose:
+        return [[min((found[parts] for found in by_side), key=lambda one: one.cost) for parts in parts_of]]
+    choices = [[found[parts] for parts in parts_of] for found in by_side]
+    if len(sides) > 1 and len(parts_of) > 1:
+        # Of groups in a row one is turned and one is not, so that different ranks own what they need
+        choices.append([by_side[group % len(sides)][parts] for group, parts in enumerate(parts_of)])
+    return choices
+
+
+class _Plan(NamedTuple):
+    """What is known of a choice of patterns.
+
+    cost: bytes that it moves.
+    patterns: of each group.
+    rank_of: the rank of each slot.
+    """
+
+    cost: int
+    patterns: list[_Pattern]
+    rank_of: dict[int, int]
+
+
+def _plan(shares: Sequence[Sequence[_Share]], patterns: list[_Pattern], choose: bool) -> _Plan:
+    slots: dict[int, list[tuple[int, int]]] = {}
+    for pattern, of_group in zip(patterns, shares):
+        for tile, share in enumerate(pattern.order):
+            slots.setdefault(of_group[share].slot, []).append((pattern.number, tile))
+    cost = sum(pattern.cost for pattern in patterns)
+    if not choose:
+        return _Plan(cost, patterns, {slot: rank for rank, slot in enumerate(slots)})
+    kinds = {number: _kinds(pattern) for number, pattern in {pattern.number: pattern for pattern in patterns}.items()}
+    own, rank_of = _ranks({slot: [kinds[number][tile] for number, tile in tiles] for slot, tiles in slots.items()})
+    return _Plan(cost - own, patterns, rank_of)
 
 
 def bands(
@@ -379,32 +445,42 @@ def bands(
     owned: where the queries of each rank begin, in order of rank, and the last end, and where its keys: both int64
         (ranks + 1,).  None where the tokens of a rank are not in a row; ranks then get pieces as they come.
     """
-    sampled, weights = _sampled(mask), _Weights(row_bytes, key_bytes)
+    choose = owned is not None
+    own_queries, own_keys = (None, None) if owned is None else owned
+    sides = [_Side(mask, row_bytes, key_bytes, own_queries, own_keys)]
+    if mask.mask is None:
+        sides.append(_Side(_Turned(mask), key_bytes, row_bytes, own_keys, own_queries))
     shares = _shares(ranks, groups)
-    numbers: dict[tuple[int, ...], int] = {}  # of patterns
-    pattern_of = [numbers.setdefault(tuple(parts for _, parts in of_group), len(numbers)) for of_group in shares]
-    patterns = [_pattern(mask, sampled, parts, weights) for parts in numbers]
-    slots: dict[int, list[_Tile]] = {}
-    for number, of_group in zip(pattern_of, shares):
-        for tile, share in enumerate(patterns[number].order):
-            slots.setdefault(of_group[share].slot, []).append((number, tile))
-    rank_of, own_keys = {slot: rank for rank, slot in enumerate(slots)}, 0
-    if owned is not None:
-        rank_of = _ranks(slots, patterns, _Owned(*owned), weights)
-        own_keys = int(owned[1][-1]) // ranks
+    choices = _patterns(sides, [tuple(share.parts for share in of_group) for of_group in shares], choose)
+    plan = min((_plan(shares, patterns, choose) for patterns in choices), key=lambda plan: plan.cost)
     pieces: list[list[Piece]] = [[] for _ in range(ranks)]
-    for number, pattern in enumerate(patterns):
-        alike = [(group, shares[group]) for group, of_group in enumerate(pattern_of) if of_group == number]
+    alike: dict[int, list[int]] = {}
+    for group, pattern in enumerate(plan.patterns):
+        alike.setdefault(pattern.number, []).append(group)
+    for of_pattern in alike.values():
+        pattern = plan.patterns[of_pattern[0]]
         for band in pattern.bands:
-            inside = pattern.order[band.first : band.first + len(band.before) - 1]
-            striped = owned is not None and band.striped(own_keys, weights)
-            plain = _plain(mask, band)
-            for group, of_group in alike:
-                tiles = [(rank_of[of_group[share].slot], of_group[share].parts) for share in inside]
-                for_ranks = plain
-                if owned is not None and striped:
-                    tiles.sort()
-                    for_ranks = _striped(mask, band, owned[1], tiles)
-                for tile, first, last in for_ranks:
-                    pieces[tiles[tile][0]].append(Piece(group, band.top, band.bottom, first, last))
+            _deal(pattern, band, {group: shares[group] for group in of_pattern}, plan.rank_of, pieces)
     return tuple(tuple(sorted(of_rank)) for of_rank in pieces)
+
+
+def _deal(
+    pattern: _Pattern,
+    band: _Band,
+    shares: Mapping[int, Sequence[_Share]],
+    rank_of: Mapping[int, int],
+    pieces: Sequence[list[Piece]],
+) -> None:
+    """Give each rank its pieces of a band of all groups of a pattern."""
+    side = pattern.side
+    if band.top == band.bottom:
+        return
+    striped, of_tiles = pattern.striped(band), _plain(side.mask, band)
+    for group, of_group in shares.items():
+        inside = (of_group[share] for share in pattern.order[band.first : band.first + band.tiles])
+        tiles = [(rank_of[share.slot], share.parts) for share in inside]
+        if striped and side.own_keys is not None:
+            tiles.sort()
+            of_tiles = _striped(band, side.own_keys, tiles)
+        for tile, first, last in of_tiles:
+            pieces[tiles[tile][0]].append(side.piece(group, band.top, band.bottom, first, last))
