@@ -25,7 +25,7 @@ import numpy as np
 from .owners import kinds_of_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 ROWS = 2**14  # rows of a matrix that are looked at: with 1,024 ranks of one matrix 16 of a rank's
 TILE_ROWS = 2**8  # rows of a band that are looked at to cut its keys
+CORNER = 3  # ranks of a corner
+CORNER_MORE = 2**5  # of the bytes of bands, the part that a corner may move more
+UNEQUAL = 2**7  # of the work of a rank, the part that others of a corner may have less
 STRIP = 2**6  # of what a rank needs, the part that its own keys must be to be worth a piece of their own
 
 
@@ -55,8 +58,15 @@ class Piece(NamedTuple):
 Division: TypeAlias = "tuple[tuple[Piece, ...], ...]"
 
 
+# Rows [top, bottom) and keys [first, last)
+_Rectangle: TypeAlias = "tuple[int, int, int, int]"
+
+
 class _Turned:
-    """A mask without a caller's, with keys as its rows and queries as its keys."""
+    """A mask without a caller's, turned about its other diagonal: its rows are keys, the last first, its keys queries.
+
+    A causal mask stays as it is.
+    """
 
     def __init__(self, mask: Mask) -> None:
         self.seqlen, self.seqlen_k = mask.seqlen_k, mask.seqlen
@@ -64,15 +74,17 @@ class _Turned:
 
     def key_intervals(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """As `Mask.key_intervals`: of each key, the queries that see it."""
-        first, end = (side.astype(np.int64)[None, None] for side in self._mask.queries_seeing(rows, rows + 1))
-        return first, np.maximum(first, end)
+        keys = self.seqlen - 1 - rows
+        first, end = (side.astype(np.int64)[None, None] for side in self._mask.queries_seeing(keys, keys + 1))
+        return self.seqlen_k - np.maximum(first, end), self.seqlen_k - first
 
 
 class _Side(NamedTuple):
-    """The matrix of a group as it is, or turned: with keys as its rows and queries as its keys.
+    """The matrix of a group as it is, or turned.
 
     row_bytes, key_bytes: bytes that a row and a key move for each rank that needs them.
-    own_rows, own_keys: where those of each rank begin, and the last end; both (ranks + 1,), or None.
+    own_rows, own_keys: where those of each rank begin, and the last end; both (ranks + 1,), or None.  Of a turned
+        matrix the last rank is the first.
     """
 
     mask: Mask | _Turned
@@ -81,11 +93,37 @@ class _Side(NamedTuple):
     own_rows: NDArray[np.int64] | None
     own_keys: NDArray[np.int64] | None
 
-    def piece(self, group: int, top: int, bottom: int, first: int, last: int) -> Piece:
+    @classmethod
+    def turned(cls, side: _Side, mask: Mask) -> _Side:
+        """Another one, turned."""
+        rows, keys = (None if cuts is None else cuts[-1] - cuts[::-1] for cuts in (side.own_rows, side.own_keys))
+        return cls(_Turned(mask), side.key_bytes, side.row_bytes, keys, rows)
+
+    def rows_owned(self, first: int, last: int) -> NDArray[np.int64]:
+        """Bytes of the rows [first, last) that each rank owns: (ranks,)."""
+        return _owned(self.own_rows, first, last) * self.row_bytes
+
+    def keys_owned(self, first: int, last: int) -> NDArray[np.int64]:
+        """Bytes of the keys [first, last) that each rank owns: (ranks,)."""
+        return _owned(self.own_keys, first, last) * self.key_bytes
+
+    @property
+    def step(self) -> int:
+        """Of ranks, from one to the next: -1 where the last is the first."""
+        return -1 if isinstance(self.mask, _Turned) else 1
+
+    def piece(self, group: int, part: _Rectangle) -> Piece:
         """The piece of these rows and keys."""
+        top, bottom, first, last = part
         if isinstance(self.mask, _Turned):
-            return Piece(group, first, last, top, bottom)
+            rows, keys = self.mask.seqlen_k, self.mask.seqlen
+            return Piece(group, rows - last, rows - first, keys - bottom, keys - top)
         return Piece(group, top, bottom, first, last)
+
+
+def _owned(cuts: NDArray[np.int64] | None, first: int, last: int) -> NDArray[np.int64]:
+    assert cuts is not None
+    return np.maximum(np.minimum(cuts[1:], last) - np.maximum(cuts[:-1], first), 0)
 
 
 class _Sampled(NamedTuple):
@@ -137,19 +175,16 @@ def _shares(ranks: int, groups: int) -> list[list[_Share]]:
     have two of like size, which cost most.
     """
     shares: list[list[_Share]] = [[] for _ in range(groups)]
-    slots, unfinished = list(range(ranks)), list(range(groups))
-    of_slot, of_group = groups, ranks  # parts that each still has
-    while slots and unfinished:
-        pairs = list(zip(unfinished, slots))
-        parts = min(of_slot, of_group)
-        for group, slot in pairs:
-            shares[group].append(_Share(slot, parts))
-        if len(slots) >= len(unfinished):
-            slots = slots[len(pairs) :]
-            of_group -= parts
+    slot, group = 0, 0  # the first that are not finished
+    of_slot, of_group = groups, ranks  # parts that each of these still has
+    while slot < ranks and group < groups:
+        parts, pairs = min(of_slot, of_group), min(ranks - slot, groups - group)
+        for pair in range(pairs):
+            shares[group + pair].append(_Share(slot + pair, parts))
+        if ranks - slot >= groups - group:
+            slot, of_group = slot + pairs, of_group - parts
         else:
-            unfinished = unfinished[len(pairs) :]
-            of_slot -= parts
+            group, of_slot = group + pairs, of_slot - parts
     return shares
 
 
@@ -165,10 +200,13 @@ def _row_cuts(sampled: _Sampled, parts: Sequence[int]) -> NDArray[np.int64]:
     return np.concatenate([[0], rows, sampled.start[-1:]])
 
 
-def _cheapest(side: _Side, sampled: _Sampled, rows: NDArray[np.int64]) -> tuple[int, list[int]]:
+def _cheapest(
+    side: _Side, sampled: _Sampled, rows: NDArray[np.int64], corner: _Corner | None
+) -> tuple[int, list[int], _Corner | None]:
     """Bytes of the bands that move fewest, and the numbers of the cuts between them, the outermost included.
 
     rows: those at which bands may begin and end.
+    corner: what may be instead of bands of the first shares; returned if it is.
     """
     shares = len(rows) - 1
     distinct = np.unique(rows)
@@ -184,10 +222,15 @@ def _cheapest(side: _Side, sampled: _Sampled, rows: NDArray[np.int64]) -> tuple[
         cost = least[:last] + of_rows * side.row_bytes + seen * side.key_bytes
         previous[last] = cost.argmin()
         least[last] = cost[previous[last]]
+        if corner is not None and last == CORNER:
+            if CORNER_MORE * corner.cost(side) <= (CORNER_MORE + 1) * least[last]:
+                least[last], previous[last] = corner.cost(side), 0
+            else:
+                corner = None
     cuts = [shares]
     while cuts[-1]:
         cuts.append(int(previous[cuts[-1]]))
-    return int(least[-1]), cuts[::-1]
+    return int(least[-1]), cuts[::-1], corner if CORNER in cuts[-2:-1] else None
 
 
 def _of_parts(sampled: _Sampled, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -262,18 +305,81 @@ class _Band(NamedTuple):
         return len(self.before) - 1
 
 
+class _Corner(NamedTuple):
+    """The first rows of a group as three tiles, none of which is the triangle at the top of a causal mask.
+
+    Rows and keys are cut in three; a number is a tile, a dot sees nothing:
+
+        0 . .
+        0 2 .
+        1 2 1
+
+    Bands of three ranks move as much, but the triangle at the top makes one of them the busiest of all.
+
+    third, bottom: rows of each third, but that the last goes on to `bottom`.
+    one, two, last: one past the last key that each third sees.
+    """
+
+    third: int
+    bottom: int
+    one: int
+    two: int
+    last: int
+
+    def cost(self, side: _Side) -> int:
+        """Bytes that it moves."""
+        return (2 * self.bottom - self.third) * side.row_bytes + (self.one + self.last) * side.key_bytes
+
+    def worth(self, side: _Side) -> list[NDArray[np.int64]]:
+        """Bytes that each rank owns of the needs of each tile: (ranks,)."""
+        step, bottom = self.third, self.bottom
+        needs = [
+            (side.rows_owned(0, 2 * step), side.keys_owned(0, self.one)),
+            (side.rows_owned(2 * step, bottom), side.keys_owned(0, self.one) + side.keys_owned(self.two, self.last)),
+            (side.rows_owned(step, bottom), side.keys_owned(self.one, self.two)),
+        ]
+        return [of_rows + of_keys for of_rows, of_keys in needs]
+
+    def tiles(self, keys: int) -> list[list[_Rectangle]]:
+        """The rectangles of each tile, of so many keys."""
+        return [
+            [(0, 2 * self.third, 0, self.one)],
+            [(2 * self.third, self.bottom, 0, self.one), (0, self.bottom, self.two, keys)],
+            [(0, self.bottom, self.one, self.two)],
+        ]
+
+
+def _corner(side: _Side, bottom: int) -> _Corner | None:
+    """That of the rows above `bottom`, which have the work of three ranks; None where work would not be equal."""
+    third = bottom // CORNER
+    if third < TILE_ROWS:
+        return None
+    one, two = _outermost(side.mask, np.array([third - 1, 2 * third - 1]))[1].tolist()
+    upper, middle, lower = (_Below(side.mask, *rows) for rows in pairwise([0, third, 2 * third, bottom]))
+    if upper.last > one or middle.last > two or not 0 < one < two:
+        return None
+    cuts = np.array([one, two])
+    (of_middle, _), (left, right) = middle.pairs(cuts).tolist(), lower.pairs(cuts).tolist()
+    pairs = upper.all + of_middle, left + lower.all - right, middle.all - of_middle + right - left
+    if (max(pairs) - min(pairs)) * UNEQUAL > max(pairs):
+        return None
+    return _Corner(third, bottom, one, two, lower.last)
+
+
 class _Pattern(NamedTuple):
     """How groups are divided whose shares have the same sizes.
 
     number: its own.
     cost: bytes that such a group moves, if ranks own nothing.
     order: numbers of the shares, from the top to the bottom.
+    corner: of the first three shares, or None.
     """
 
     number: int
     side: _Side
     cost: int
     order: tuple[int, ...]
+    corner: _Corner | None
     bands: tuple[_Band, ...]
 
     def striped(self, band: _Band) -> bool:
@@ -293,19 +399,16 @@ def _pattern(number: int, side: _Side, sampled: _Sampled, parts: tuple[int, ...]
     found = []
     for order in orders:
         rows = _row_cuts(sampled, [parts[share] for share in order])
-        cost, cuts = _cheapest(side, sampled, rows)
-        found.append((cost, order, cuts, rows.tolist()))
-    cost, order, cuts, tops = min(found)
+        alike = len({parts[share] for share in order[:CORNER]}) == 1 and len(order) >= CORNER
+        corner = _corner(side, int(rows[CORNER])) if alike else None
+        cost, cuts, corner = _cheapest(side, sampled, rows, corner)
+        found.append((cost, order, cuts, corner, rows.tolist()))
+    cost, order, cuts, corner, tops = min(found, key=lambda one: one[0])
     bands = []
-    for first, last in pairwise(cuts):
+    for first, last in pairwise(cuts[1:] if corner else cuts):
         before = np.cumsum([0, *(parts[share] for share in order[first:last])])
         bands.append(_Band(first, tops[first], tops[last], before, _Below(side.mask, tops[first], tops[last])))
-    return _Pattern(number, side, cost, order, tuple(bands))
-
-
-def _own(first: int, last: int, cuts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many tokens of [first, last) each rank owns: (ranks,)."""
-    return np.maximum(np.minimum(cuts[1:], last) - np.maximum(cuts[:-1], first), 0)
+    return _Pattern(number, side, cost, order, corner, tuple(bands))
 
 
 # The first of all tiles of a pattern that are alike for the ranks, and bytes that each rank owns of its needs
@@ -313,17 +416,19 @@ _Kind: TypeAlias = "tuple[tuple[int, int], NDArray[np.int64]]"
 
 
 def _kinds(pattern: _Pattern) -> list[_Kind]:
-    """The kind of every tile of a pattern, from the top."""
-    number, side, found = pattern.number, pattern.side, []
-    assert side.own_rows is not None and side.own_keys is not None
+    """The kind of every tile of a pattern, in order of the shares."""
+    number, side = pattern.number, pattern.side
+    found: list[_Kind] = []
+    if pattern.corner:
+        found += [((number, tile), worth[:: side.step]) for tile, worth in enumerate(pattern.corner.worth(side))]
     for band in pattern.bands:
-        of_rows = _own(band.top, band.bottom, side.own_rows) * side.row_bytes
+        of_rows, below = side.rows_owned(band.top, band.bottom)[:: side.step], band.below
         if pattern.striped(band):
-            worth = of_rows + _own(band.below.first, band.below.last, side.own_keys) * side.key_bytes
+            worth = of_rows + side.keys_owned(below.first, below.last)[:: side.step]
             found += [((number, band.first), worth)] * band.tiles
             continue
-        for tile, (first, last) in enumerate(pairwise(band.below.keys(band.pairs).tolist()), band.first):
-            found.append(((number, tile), of_rows + _own(first, last, side.own_keys) * side.key_bytes))
+        for tile, (first, last) in enumerate(pairwise(below.keys(band.pairs).tolist()), band.first):
+            found.append(((number, tile), of_rows + side.keys_owned(first, last)[:: side.step]))
     return found
 
 
@@ -356,16 +461,17 @@ def _plain(mask: Mask | _Turned, band: _Band) -> list[_Keys]:
     return [(tile, first, last) for tile, (first, last) in enumerate(pairwise(cuts.tolist())) if first < last]
 
 
-def _striped(band: _Band, keys: NDArray[np.int64], tiles: Sequence[tuple[int, int]]) -> list[_Keys]:
+def _striped(side: _Side, band: _Band, tiles: Sequence[tuple[int, int]]) -> list[_Keys]:
     """As `_plain`, but each rank gets the keys that it owns, and a tile of what these leave.
 
-    keys: where those of each rank begin, and the last end.
-    tiles: the ranks, which increase, and how many parts of the work each gets.
+    tiles: the ranks, in order of what they own, and how many parts of the work each gets.
     """
     ranks, parts = np.array(tiles, np.int64).T
-    below = band.below
+    below, keys = band.below, side.own_keys
+    assert keys is not None
     share = np.diff(below.all * np.append(0, np.cumsum(parts)) // parts.sum())
-    begin, end = keys[ranks], keys[ranks + 1]
+    at = ranks if side.step > 0 else len(keys) - 2 - ranks
+    begin, end = keys[at], keys[at + 1]
     above = below.pairs(begin)
     # No more than a rank's share
     end = np.minimum(end, np.maximum(below.keys(above + share), begin))
@@ -382,24 +488,19 @@ def _striped(band: _Band, keys: NDArray[np.int64], tiles: Sequence[tuple[int, in
     return list(zip(tile[new].tolist(), first[new].tolist(), [*first[new[1:]].tolist(), int(keys[-1])]))
 
 
-def _patterns(sides: Sequence[_Side], parts_of: Sequence[tuple[int, ...]], choose: bool) -> list[list[_Pattern]]:
+def _patterns(sides: Sequence[_Side], parts_of: Sequence[tuple[int, ...]]) -> list[list[_Pattern]]:
     """The patterns of each group, one list for each choice that there is.
 
     parts_of: sizes of the shares of each group.
-    choose: whether bytes depend on what ranks own; if not, there is one choice.
     """
     sizes = list(dict.fromkeys(parts_of))
     by_side: list[dict[tuple[int, ...], _Pattern]] = []
     for side in sides:
         sampled, before = _sampled(side.mask), len(by_side) * len(sizes)
         by_side.append({parts: _pattern(before + n, side, sampled, parts) for n, parts in enumerate(sizes)})
-    if not choose:
-        return [[min((found[parts] for found in by_side), key=lambda one: one.cost) for parts in parts_of]]
-    choices = [[found[parts] for parts in parts_of] for found in by_side]
-    if len(sides) > 1 and len(parts_of) > 1:
-        # Of groups in a row one is turned and one is not, so that different ranks own what they need
-        choices.append([by_side[group % len(sides)][parts] for group, parts in enumerate(parts_of)])
-    return choices
+    # Of groups in a row one is turned and one is not: different ranks own what they need
+    mixed = [by_side[group % len(sides)][parts] for group, parts in enumerate(parts_of)]
+    return [[found[parts] for parts in parts_of] for found in by_side] + [mixed] * (len(sides) > 1)
 
 
 class _Plan(NamedTuple):
@@ -448,10 +549,10 @@ def bands(
     choose = owned is not None
     own_queries, own_keys = (None, None) if owned is None else owned
     sides = [_Side(mask, row_bytes, key_bytes, own_queries, own_keys)]
-    if mask.mask is None:
-        sides.append(_Side(_Turned(mask), key_bytes, row_bytes, own_keys, own_queries))
+    if choose and groups > 1 and mask.mask is None:
+        sides.append(_Side.turned(sides[0], mask))
     shares = _shares(ranks, groups)
-    choices = _patterns(sides, [tuple(share.parts for share in of_group) for of_group in shares], choose)
+    choices = _patterns(sides, [tuple(share.parts for share in of_group) for of_group in shares])
     plan = min((_plan(shares, patterns, choose) for patterns in choices), key=lambda plan: plan.cost)
     pieces: list[list[Piece]] = [[] for _ in range(ranks)]
     alike: dict[int, list[int]] = {}
@@ -459,28 +560,36 @@ def bands(
         alike.setdefault(pattern.number, []).append(group)
     for of_pattern in alike.values():
         pattern = plan.patterns[of_pattern[0]]
-        for band in pattern.bands:
-            _deal(pattern, band, {group: shares[group] for group in of_pattern}, plan.rank_of, pieces)
+        ranks_of = {}
+        for group in of_pattern:
+            inside = (shares[group][share] for share in pattern.order)
+            ranks_of[group] = [(plan.rank_of[share.slot], share.parts) for share in inside]
+        for group, rank, part in _parts(pattern, ranks_of):
+            pieces[rank].append(pattern.side.piece(group, part))
     return tuple(tuple(sorted(of_rank)) for of_rank in pieces)
 
 
-def _deal(
-    pattern: _Pattern,
-    band: _Band,
-    shares: Mapping[int, Sequence[_Share]],
-    rank_of: Mapping[int, int],
-    pieces: Sequence[list[Piece]],
-) -> None:
-    """Give each rank its pieces of a band of all groups of a pattern."""
-    side = pattern.side
-    if band.top == band.bottom:
-        return
-    striped, of_tiles = pattern.striped(band), _plain(side.mask, band)
-    for group, of_group in shares.items():
-        inside = (of_group[share] for share in pattern.order[band.first : band.first + band.tiles])
-        tiles = [(rank_of[share.slot], share.parts) for share in inside]
-        if striped and side.own_keys is not None:
-            tiles.sort()
-            of_tiles = _striped(band, side.own_keys, tiles)
-        for tile, first, last in of_tiles:
-            pieces[tiles[tile][0]].append(side.piece(group, band.top, band.bottom, first, last))
+def _parts(
+    pattern: _Pattern, tiles_of: Mapping[int, Sequence[tuple[int, int]]]
+) -> Iterator[tuple[int, int, _Rectangle]]:
+    """Of groups of a pattern: the group, the rank and the rectangle of each piece.
+
+    tiles_of: of each group the rank of each tile, and how many parts of the work it gets.
+    """
+    side, step = pattern.side, pattern.side.step
+    if pattern.corner:
+        for tile, parts in enumerate(pattern.corner.tiles(side.mask.seqlen_k)):
+            for group, tiles in tiles_of.items():
+                for part in parts:
+                    yield group, tiles[tile][0], part
+    for band in pattern.bands:
+        if band.top == band.bottom:
+            continue
+        striped, plain = pattern.striped(band), _plain(side.mask, band)
+        for group, of_group in tiles_of.items():
+            tiles, of_tiles = of_group[band.first : band.first + band.tiles], plain
+            if striped:
+                tiles = sorted(tiles)[::step]
+                of_tiles = _striped(side, band, tiles)
+            for tile, first, last in of_tiles:
+                yield group, tiles[tile][0], (band.top, band.bottom, first, last)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-ROUNDS = 2**7  # of exchanges between two kinds, at most: some ms
+LOOKS = 2**20  # at two kinds whose ranks might be exchanged, at most: some ms
 
 
 def kinds_of_ranks(worth: Ints, ranks_of: Ints) -> Ints:
@@ -24,7 +24,7 @@ def kinds_of_ranks(worth: Ints, ranks_of: Ints) -> Ints:
     members = [np.flatnonzero(kind_of == kind) for kind in range(len(worth))]
     # By two kinds, the most that a rank of the first gains if it goes over to the second
     most = np.stack([_gains(worth, kind, members[kind]).max(axis=1) for kind in range(len(worth))])
-    for _ in range(ROUNDS):
+    for _ in range(LOOKS // len(worth) ** 2):
         both = most + most.T
         one, other = divmod(int(both.argmax()), len(both))
         if both[one, other] <= 0:
