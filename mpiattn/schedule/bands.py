@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 ROWS = 2**14  # rows of a matrix that are looked at: with 1,024 ranks of one matrix 16 of a rank's
 TILE_ROWS = 2**8  # rows of a band that are looked at to cut its keys
 CORNER = 3  # ranks of a corner
-CORNER_MORE = 2**5  # of the bytes of bands, the part that a corner may move more
+MORE = 2**5  # of all bytes, the part that may move in addition where the busiest rank then needs fewer
+BUSIER = 2**2  # of the bytes of the busiest rank, the part in addition that is then worth it
 UNEQUAL = 2**7  # of the work of a rank, the part that others of a corner may have less
 STRIP = 2**6  # of what a rank needs, the part that its own keys must be to be worth a piece of their own
 
@@ -223,7 +224,7 @@ def _cheapest(
         previous[last] = cost.argmin()
         least[last] = cost[previous[last]]
         if corner is not None and last == CORNER:
-            if CORNER_MORE * corner.cost(side) <= (CORNER_MORE + 1) * least[last]:
+            if MORE * corner.cost(side) <= (MORE + 1) * least[last]:
                 least[last], previous[last] = corner.cost(side), 0
             else:
                 corner = None
@@ -261,7 +262,7 @@ class _Below:
         begin, end = (side[:, 0] for side in mask.key_intervals(rows))
         some = begin < end
         begin, end = np.sort(begin[some]), np.sort(end[some])
-        self._key = np.unique(np.concatenate([begin, end, [0]]))
+        self._key = np.sort(np.concatenate([begin, end, [0]]))
         # Between two of these keys as many rows see each key
         self._seeing = begin.searchsorted(self._key, "right") - end.searchsorted(self._key, "right")
         self._before = np.append(0, np.cumsum(self._seeing[:-1] * np.diff(self._key)))
@@ -355,8 +356,10 @@ def _corner(side: _Side, bottom: int) -> _Corner | None:
     if third < TILE_ROWS:
         return None
     one, two = _outermost(side.mask, np.array([third - 1, 2 * third - 1]))[1].tolist()
+    if not 0 < one < two:
+        return None
     upper, middle, lower = (_Below(side.mask, *rows) for rows in pairwise([0, third, 2 * third, bottom]))
-    if upper.last > one or middle.last > two or not 0 < one < two:
+    if upper.last > one or middle.last > two:
         return None
     cuts = np.array([one, two])
     (of_middle, _), (left, right) = middle.pairs(cuts).tolist(), lower.pairs(cuts).tolist()
@@ -382,6 +385,17 @@ class _Pattern(NamedTuple):
     corner: _Corner | None
     bands: tuple[_Band, ...]
 
+    def busiest(self, parts: Sequence[int]) -> int:
+        """The most bytes that a rank needs whose work is in like tiles; small rests of its work aside."""
+        most, largest = 0, max(parts)
+        for band in self.bands:
+            keys = (band.below.last - band.below.first) * self.side.key_bytes
+            for share in self.order[band.first : band.first + band.tiles]:
+                if 2 * parts[share] >= largest:
+                    need = (band.bottom - band.top) * self.side.row_bytes + keys * parts[share] // int(band.before[-1])
+                    most = max(most, need * largest // parts[share])
+        return most
+
     def striped(self, band: _Band) -> bool:
         """Whether it pays that each rank of a band gets the keys that it owns."""
         side = self.side
@@ -394,19 +408,28 @@ class _Pattern(NamedTuple):
 
 
 def _pattern(number: int, side: _Side, sampled: _Sampled, parts: tuple[int, ...]) -> _Pattern:
-    falling = tuple(range(len(parts)))
-    orders = [falling] if parts[0] == parts[-1] else [falling, falling[::-1]]
-    found = []
-    for order in orders:
-        rows = _row_cuts(sampled, [parts[share] for share in order])
-        alike = len({parts[share] for share in order[:CORNER]}) == 1 and len(order) >= CORNER
-        corner = _corner(side, int(rows[CORNER])) if alike else None
-        cost, cuts, corner = _cheapest(side, sampled, rows, corner)
-        found.append((cost, order, cuts, corner, rows.tolist()))
-    cost, order, cuts, corner, tops = min(found, key=lambda one: one[0])
+    """The better of two: with the largest shares at the top, or at the bottom."""
+    falling = _ordered(number, side, sampled, parts, tuple(range(len(parts))))
+    if parts[0] == parts[-1]:
+        return falling
+    rising = _ordered(number, side, sampled, parts, falling.order[::-1])
+    best, other = (falling, rising) if falling.cost <= rising.cost else (rising, falling)
+    much_busier = best.busiest(parts) * BUSIER > other.busiest(parts) * (BUSIER + 1)
+    if much_busier and other.cost * MORE <= best.cost * (MORE + 1):
+        return other
+    return best
+
+
+def _ordered(number: int, side: _Side, sampled: _Sampled, parts: tuple[int, ...], order: tuple[int, ...]) -> _Pattern:
+    sizes = [parts[share] for share in order]
+    rows = _row_cuts(sampled, sizes)
+    alike = len(order) >= CORNER and len(set(sizes[:CORNER])) == 1
+    corner = _corner(side, int(rows[CORNER])) if alike else None
+    cost, cuts, corner = _cheapest(side, sampled, rows, corner)
+    tops = rows.tolist()
     bands = []
     for first, last in pairwise(cuts[1:] if corner else cuts):
-        before = np.cumsum([0, *(parts[share] for share in order[first:last])])
+        before = np.cumsum([0, *sizes[first:last]])
         bands.append(_Band(first, tops[first], tops[last], before, _Below(side.mask, tops[first], tops[last])))
     return _Pattern(number, side, cost, order, corner, tuple(bands))
 
@@ -469,7 +492,8 @@ def _striped(side: _Side, band: _Band, tiles: Sequence[tuple[int, int]]) -> list
     ranks, parts = np.array(tiles, np.int64).T
     below, keys = band.below, side.own_keys
     assert keys is not None
-    share = np.diff(below.all * np.append(0, np.cumsum(parts)) // parts.sum())
+    before = below.all * np.append(0, parts.cumsum()) // parts.sum()
+    share = before[1:] - before[:-1]
     at = ranks if side.step > 0 else len(keys) - 2 - ranks
     begin, end = keys[at], keys[at + 1]
     above = below.pairs(begin)
@@ -480,11 +504,11 @@ def _striped(side: _Side, band: _Band, tiles: Sequence[tuple[int, int]]) -> list
     # Cuts of what is left, moved by the owned keys that lie above
     at = (above - skipped + own).searchsorted(left[:-1], "right")
     cuts = below.keys(left[:-1] + np.append(0, skipped)[at])
-    bounds = np.unique(np.concatenate([cuts, begin, end, [0, keys[-1]]]))
-    first = bounds[:-1]
+    bounds = np.sort(np.concatenate([cuts, begin, end, [0, keys[-1]]]))
+    first = bounds[:-1][bounds[:-1] < bounds[1:]]
     owner = begin.searchsorted(first, "right") - 1
     tile = np.where((owner >= 0) & (first < end[owner]), owner, cuts.searchsorted(first, "right"))
-    new = np.flatnonzero(np.diff(tile, prepend=-1))
+    new = np.append(0, np.flatnonzero(tile[1:] != tile[:-1]) + 1)
     return list(zip(tile[new].tolist(), first[new].tolist(), [*first[new[1:]].tolist(), int(keys[-1])]))
 
 
@@ -498,9 +522,14 @@ def _patterns(sides: Sequence[_Side], parts_of: Sequence[tuple[int, ...]]) -> li
     for side in sides:
         sampled, before = _sampled(side.mask), len(by_side) * len(sizes)
         by_side.append({parts: _pattern(before + n, side, sampled, parts) for n, parts in enumerate(sizes)})
-    # Of groups in a row one is turned and one is not: different ranks own what they need
-    mixed = [by_side[group % len(sides)][parts] for group, parts in enumerate(parts_of)]
-    return [[found[parts] for parts in parts_of] for found in by_side] + [mixed] * (len(sides) > 1)
+    choices = [[by_side[0][parts] for parts in parts_of]]
+    if len(sides) > 1:
+        # Of groups in a row one is turned and one is not: different ranks own what they need
+        choices.append([by_side[group % 2][parts] for group, parts in enumerate(parts_of)])
+        choices.append([by_side[1][parts] for parts in parts_of])
+    # Turning all is only of use where the bands themselves are better
+    whole = [sum(pattern.cost for pattern in patterns) for patterns in choices]
+    return choices[:2] + choices[2:] * (whole[-1] < whole[0])
 
 
 class _Plan(NamedTuple):
@@ -516,15 +545,20 @@ class _Plan(NamedTuple):
     rank_of: dict[int, int]
 
 
-def _plan(shares: Sequence[Sequence[_Share]], patterns: list[_Pattern], choose: bool) -> _Plan:
+def _plan(
+    shares: Sequence[Sequence[_Share]], patterns: list[_Pattern], kinds: Mapping[int, list[_Kind]] | None
+) -> _Plan:
+    """With these patterns of the groups.
+
+    kinds: of the tiles of patterns, by their numbers; None for no choice of ranks.
+    """
     slots: dict[int, list[tuple[int, int]]] = {}
     for pattern, of_group in zip(patterns, shares):
         for tile, share in enumerate(pattern.order):
             slots.setdefault(of_group[share].slot, []).append((pattern.number, tile))
     cost = sum(pattern.cost for pattern in patterns)
-    if not choose:
+    if kinds is None:
         return _Plan(cost, patterns, {slot: rank for rank, slot in enumerate(slots)})
-    kinds = {number: _kinds(pattern) for number, pattern in {pattern.number: pattern for pattern in patterns}.items()}
     own, rank_of = _ranks({slot: [kinds[number][tile] for number, tile in tiles] for slot, tiles in slots.items()})
     return _Plan(cost - own, patterns, rank_of)
 
@@ -553,7 +587,11 @@ def bands(
         sides.append(_Side.turned(sides[0], mask))
     shares = _shares(ranks, groups)
     choices = _patterns(sides, [tuple(share.parts for share in of_group) for of_group in shares])
-    plan = min((_plan(shares, patterns, choose) for patterns in choices), key=lambda plan: plan.cost)
+    kinds = None
+    if choose:
+        by_number = {pattern.number: pattern for patterns in choices for pattern in patterns}
+        kinds = {number: _kinds(pattern) for number, pattern in by_number.items()}
+    plan = min((_plan(shares, patterns, kinds) for patterns in choices), key=lambda plan: plan.cost)
     pieces: list[list[Piece]] = [[] for _ in range(ranks)]
     alike: dict[int, list[int]] = {}
     for group, pattern in enumerate(plan.patterns):

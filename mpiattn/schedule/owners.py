@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-LOOKS = 2**20  # at two kinds whose ranks might be exchanged, at most: some ms
+LOOKS = 2**18  # at two kinds whose ranks might be exchanged, at most: some ms
 
 
 def kinds_of_ranks(worth: Ints, ranks_of: Ints) -> Ints:
