@@ -7,7 +7,11 @@ shares costs n times its rows and once the keys that they see.  Dynamic programm
 finds the bands that move fewest bytes.
 
 Where every rank owns some tokens in a row, ranks are chosen for the tiles whose tokens they own.  A rank then also
-gets the keys that it owns against all rows of its band, which costs nothing, and so much less of the other keys.
+gets the keys that it owns against all rows of its band, which costs nothing, and so much less of the other keys.  Of
+groups in a row every second one is turned, if other ranks then own more: its bands are of keys, and its tiles of rows.
+
+The triangle at the top of a causal mask would make one rank the busiest by far: a corner of three tiles takes its place
+where that costs little.
 
 Ring is a band for each rank, Q-ring a single band, and an equal mesh has square tiles.
 
@@ -58,13 +62,12 @@ class Piece(NamedTuple):
 # The pieces of each rank.  Each pair of a query and a key is in one piece of one rank, whether the mask shows it or not
 Division: TypeAlias = "tuple[tuple[Piece, ...], ...]"
 
-
 # Rows [top, bottom) and keys [first, last)
 _Rectangle: TypeAlias = "tuple[int, int, int, int]"
 
 
 class _Turned:
-    """A mask without a caller's, turned about its other diagonal: its rows are keys, the last first, its keys queries.
+    """A mask turned about its other diagonal: its rows are keys, the last first, and its keys are queries.
 
     A causal mask stays as it is.
     """
@@ -81,7 +84,7 @@ class _Turned:
 
 
 class _Side(NamedTuple):
-    """The matrix of a group as it is, or turned.
+    """The matrix of a group as it is, or turned: what is to be divided, and who owns what of it.
 
     row_bytes, key_bytes: bytes that a row and a key move for each rank that needs them.
     own_rows, own_keys: where those of each rank begin, and the last end; both (ranks + 1,), or None.  Of a turned
@@ -96,17 +99,17 @@ class _Side(NamedTuple):
 
     @classmethod
     def turned(cls, side: _Side, mask: Mask) -> _Side:
-        """Another one, turned."""
+        """The matrix of `side`, which is not turned and has this mask."""
         rows, keys = (None if cuts is None else cuts[-1] - cuts[::-1] for cuts in (side.own_rows, side.own_keys))
         return cls(_Turned(mask), side.key_bytes, side.row_bytes, keys, rows)
 
     def rows_owned(self, first: int, last: int) -> NDArray[np.int64]:
         """Bytes of the rows [first, last) that each rank owns: (ranks,)."""
-        return _owned(self.own_rows, first, last) * self.row_bytes
+        return _owned(self.own_rows, first, last)[:: self.step] * self.row_bytes
 
     def keys_owned(self, first: int, last: int) -> NDArray[np.int64]:
         """Bytes of the keys [first, last) that each rank owns: (ranks,)."""
-        return _owned(self.own_keys, first, last) * self.key_bytes
+        return _owned(self.own_keys, first, last)[:: self.step] * self.key_bytes
 
     @property
     def step(self) -> int:
@@ -443,15 +446,15 @@ def _kinds(pattern: _Pattern) -> list[_Kind]:
     number, side = pattern.number, pattern.side
     found: list[_Kind] = []
     if pattern.corner:
-        found += [((number, tile), worth[:: side.step]) for tile, worth in enumerate(pattern.corner.worth(side))]
+        found += [((number, tile), worth) for tile, worth in enumerate(pattern.corner.worth(side))]
     for band in pattern.bands:
-        of_rows, below = side.rows_owned(band.top, band.bottom)[:: side.step], band.below
+        of_rows, below = side.rows_owned(band.top, band.bottom), band.below
         if pattern.striped(band):
-            worth = of_rows + side.keys_owned(below.first, below.last)[:: side.step]
+            worth = of_rows + side.keys_owned(below.first, below.last)
             found += [((number, band.first), worth)] * band.tiles
             continue
         for tile, (first, last) in enumerate(pairwise(below.keys(band.pairs).tolist()), band.first):
-            found.append(((number, tile), of_rows + side.keys_owned(first, last)[:: side.step]))
+            found.append(((number, tile), of_rows + side.keys_owned(first, last)))
     return found
 
 
@@ -494,8 +497,8 @@ def _striped(side: _Side, band: _Band, tiles: Sequence[tuple[int, int]]) -> list
     assert keys is not None
     before = below.all * np.append(0, parts.cumsum()) // parts.sum()
     share = before[1:] - before[:-1]
-    at = ranks if side.step > 0 else len(keys) - 2 - ranks
-    begin, end = keys[at], keys[at + 1]
+    chunk = ranks if side.step > 0 else len(keys) - 2 - ranks
+    begin, end = keys[chunk], keys[chunk + 1]
     above = below.pairs(begin)
     # No more than a rank's share
     end = np.minimum(end, np.maximum(below.keys(above + share), begin))
@@ -533,7 +536,7 @@ def _patterns(sides: Sequence[_Side], parts_of: Sequence[tuple[int, ...]]) -> li
 
 
 class _Plan(NamedTuple):
-    """What is known of a choice of patterns.
+    """A choice of patterns, and of ranks for them.
 
     cost: bytes that it moves.
     patterns: of each group.
@@ -583,7 +586,7 @@ def bands(
     choose = owned is not None
     own_queries, own_keys = (None, None) if owned is None else owned
     sides = [_Side(mask, row_bytes, key_bytes, own_queries, own_keys)]
-    if choose and groups > 1 and mask.mask is None:
+    if choose and groups > 1 and mask.closed_form:  # other masks take long to tell which queries see a key
         sides.append(_Side.turned(sides[0], mask))
     shares = _shares(ranks, groups)
     choices = _patterns(sides, [tuple(share.parts for share in of_group) for of_group in shares])
@@ -602,12 +605,12 @@ def bands(
         for group in of_pattern:
             inside = (shares[group][share] for share in pattern.order)
             ranks_of[group] = [(plan.rank_of[share.slot], share.parts) for share in inside]
-        for group, rank, part in _parts(pattern, ranks_of):
+        for group, rank, part in _rectangles(pattern, ranks_of):
             pieces[rank].append(pattern.side.piece(group, part))
     return tuple(tuple(sorted(of_rank)) for of_rank in pieces)
 
 
-def _parts(
+def _rectangles(
     pattern: _Pattern, tiles_of: Mapping[int, Sequence[tuple[int, int]]]
 ) -> Iterator[tuple[int, int, _Rectangle]]:
     """Of groups of a pattern: the group, the rank and the rectangle of each piece.
