@@ -22,6 +22,7 @@ then equal but for a small part.  Plans do not take this division yet: it is che
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
+from math import isqrt
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
@@ -39,7 +40,7 @@ ROWS = 2**14  # rows of a matrix that are looked at: with 1,024 ranks of one mat
 TILE_ROWS = 2**8  # rows of a band that are looked at to cut its keys
 CORNER = 3  # ranks of a corner
 MORE = 2**5  # of all bytes, the part that may move in addition where the busiest rank then needs fewer
-BUSIER = 2**2  # of the bytes of the busiest rank, the part in addition that is then worth it
+BUSIER = 2**4  # of the bytes of the busiest rank, the part in addition that is then worth it
 UNEQUAL = 2**7  # of the work of a rank, the part that others of a corner may have less
 STRIP = 2**6  # of what a rank needs, the part that its own keys must be to be worth a piece of their own
 
@@ -389,14 +390,21 @@ class _Pattern(NamedTuple):
     bands: tuple[_Band, ...]
 
     def busiest(self, parts: Sequence[int]) -> int:
-        """The most bytes that a rank needs whose work is in like tiles; small rests of its work aside."""
+        """About the most bytes that a rank needs which has a tile, of those with half a rank's work at least."""
         most, largest = 0, max(parts)
+        mean = self.cost * largest // sum(parts)
         for band in self.bands:
-            keys = (band.below.last - band.below.first) * self.side.key_bytes
-            for share in self.order[band.first : band.first + band.tiles]:
-                if 2 * parts[share] >= largest:
-                    need = (band.bottom - band.top) * self.side.row_bytes + keys * parts[share] // int(band.before[-1])
-                    most = max(most, need * largest // parts[share])
+            keys = np.diff(band.below.keys(band.pairs).clip(band.below.first, band.below.last))
+            for share, of_tile in zip(self.order[band.first :], keys.tolist()):
+                need = (band.bottom - band.top) * self.side.row_bytes + of_tile * self.side.key_bytes
+                rest = largest - parts[share]
+                if rest % parts[share] == 0:  # the rest of the rank's work is in like tiles of other groups
+                    need += need * rest // parts[share]
+                elif rest < parts[share]:
+                    need += mean * isqrt(rest * largest) // largest
+                else:
+                    continue
+                most = max(most, need)
         return most
 
     def striped(self, band: _Band) -> bool:
@@ -415,7 +423,7 @@ def _pattern(number: int, side: _Side, sampled: _Sampled, parts: tuple[int, ...]
     falling = _ordered(number, side, sampled, parts, tuple(range(len(parts))))
     if parts[0] == parts[-1]:
         return falling
-    rising = _ordered(number, side, sampled, parts, falling.order[::-1])
+    rising = _ordered(number, side, sampled, parts, tuple(range(len(parts)))[::-1])
     best, other = (falling, rising) if falling.cost <= rising.cost else (rising, falling)
     much_busier = best.busiest(parts) * BUSIER > other.busiest(parts) * (BUSIER + 1)
     if much_busier and other.cost * MORE <= best.cost * (MORE + 1):
@@ -429,12 +437,14 @@ def _ordered(number: int, side: _Side, sampled: _Sampled, parts: tuple[int, ...]
     alike = len(order) >= CORNER and len(set(sizes[:CORNER])) == 1
     corner = _corner(side, int(rows[CORNER])) if alike else None
     cost, cuts, corner = _cheapest(side, sampled, rows, corner)
-    tops = rows.tolist()
-    bands = []
+    tops, bands = rows.tolist(), []
+    within = list(order)
     for first, last in pairwise(cuts[1:] if corner else cuts):
-        before = np.cumsum([0, *sizes[first:last]])
+        # The first tile of a band often needs least: it is for a rank with more work elsewhere
+        within[first:last] = sorted(order[first:last], key=lambda share: parts[share])
+        before = np.cumsum([0, *sorted(sizes[first:last])])
         bands.append(_Band(first, tops[first], tops[last], before, _Below(side.mask, tops[first], tops[last])))
-    return _Pattern(number, side, cost, order, corner, tuple(bands))
+    return _Pattern(number, side, cost, tuple(within), corner, tuple(bands))
 
 
 # The first of all tiles of a pattern that are alike for the ranks, and bytes that each rank owns of its needs
@@ -499,18 +509,19 @@ def _striped(side: _Side, band: _Band, tiles: Sequence[tuple[int, int]]) -> list
     share = before[1:] - before[:-1]
     chunk = ranks if side.step > 0 else len(keys) - 2 - ranks
     begin, end = keys[chunk], keys[chunk + 1]
+    in_turn = np.argsort(parts, kind="stable")  # as in the band's order
     above = below.pairs(begin)
     # No more than a rank's share
     end = np.minimum(end, np.maximum(below.keys(above + share), begin))
     own = np.minimum(below.pairs(end) - above, share)
-    left, skipped = np.cumsum(share - own), np.cumsum(own)
+    left, skipped = np.cumsum((share - own)[in_turn]), np.cumsum(own)
     # Cuts of what is left, moved by the owned keys that lie above
     at = (above - skipped + own).searchsorted(left[:-1], "right")
     cuts = below.keys(left[:-1] + np.append(0, skipped)[at])
     bounds = np.sort(np.concatenate([cuts, begin, end, [0, keys[-1]]]))
     first = bounds[:-1][bounds[:-1] < bounds[1:]]
     owner = begin.searchsorted(first, "right") - 1
-    tile = np.where((owner >= 0) & (first < end[owner]), owner, cuts.searchsorted(first, "right"))
+    tile = np.where((owner >= 0) & (first < end[owner]), owner, in_turn[cuts.searchsorted(first, "right")])
     new = np.append(0, np.flatnonzero(tile[1:] != tile[:-1]) + 1)
     return list(zip(tile[new].tolist(), first[new].tolist(), [*first[new[1:]].tolist(), int(keys[-1])]))
 
