@@ -121,7 +121,7 @@ def run(args):
         on,
         route=args.route,
         schedules=allowed_schedules(args.schedule),
-        layout_pairs=layouts(layout, problem, args.ranks, mask),
+        layout_pairs=layouts(layout, problem, args.ranks),
         fixed=args.grid is not None,
         mesh_layout=args.mesh_layout,
         direction=args.direction,

@@ -12,7 +12,7 @@ from time import perf_counter as clock
 
 from ..backends.wire import in_place
 from ..schedule.kinds import GATHERED, IN_COLUMNS, KINDS, REDUCED, TAG
-from ..schedule.piece_steps import PORTIONS
+from ..schedule.piece_steps import PORTIONS, parts_of
 from ..schedule.timeline import Moved, StepTimes, Timeline
 from ..schedule.travels import token_bytes
 from .launches import launch_lists
@@ -280,37 +280,40 @@ class PieceExecutor:
         return (rows.stop - rows.start) * (keys.stop - keys.start)
 
     def _run_block(self, block):
-        """Launch a block; returns whether any of its queries sees any of its keys."""
-        need = self.steps.pieces.needs[block.need]
+        """Launch the parts of a block; returns whether any of its queries sees any of its keys."""
+        need, any_work = self.steps.pieces.needs[block.need], False
         rows, keys = (
             self.steps.portions[block.need, column][number]
             for column, number in ((False, block.row), (True, block.column))
         )
-        tokens = _within(need.queries, rows), _within(need.keys, keys)
-        launches = self.calls.between(need.sequence, *tokens)
-        if launches:
-            part = {False: slice(rows.start, rows.stop), True: slice(keys.start, keys.stop)}
-            arrays = {
-                kind: tuple([array[part[kind in IN_COLUMNS]] for array in self.memory.needs[kind, block.need]])
-                for kind in KINDS[self.direction]
-            }
-            reduced = {kind: arrays[kind] for kind in self._reduced}
-            after = [self._ready[kind, block.need] for kind in self._reduced]
-            biases = None if self._biases is None else self._biases(need)
-            event = launch_lists(
-                self.computation,
-                arrays["Q"],
-                arrays["KV"],
-                launches,
-                reduced,
-                after,
-                self._meanwhile,
-                biases,
-                ((0, tokens[0]), (0, tokens[1])),
+        for part in parts_of(need, rows, keys):
+            launches = self.calls.between(need.sequence, part.at_rows, part.at_keys)
+            if launches:
+                self._launch(block.need, need, part, launches)
+                any_work = True
+        return any_work
+
+    def _launch(self, number, need, part, launches):
+        """Launch a part of a block.  number: of its need.  launches: of `AlikeCalls.between`."""
+        arrays = {
+            kind: tuple(
+                [array[part.keys if kind in IN_COLUMNS else part.rows] for array in self.memory.needs[kind, number]]
             )
-            for kind in self._reduced:
-                self._ready[kind, block.need] = event
-        return bool(launches)
+            for kind in KINDS[self.direction]
+        }
+        event = launch_lists(
+            self.computation,
+            arrays["Q"],
+            arrays["KV"],
+            launches,
+            {kind: arrays[kind] for kind in self._reduced},
+            [self._ready[kind, number] for kind in self._reduced],
+            self._meanwhile,
+            None if self._biases is None else self._biases(need),
+            ((0, part.at_rows), (0, part.at_keys)),
+        )
+        for kind in self._reduced:
+            self._ready[kind, number] = event
 
     def _meanwhile(self, share):
         """The callback of a launch while it computes: polls MPI, and posts what may be posted."""
@@ -419,16 +422,6 @@ def recorded(executor, rank_of):
         message = rank_of(parcel.peer), parcel.length * nbytes[kind]
         transfers.append(Transfer(kind, parcel.number + 1, last, begun, posted, [message], []))
     return Pass(executor.direction, executor.began, steps, transfers, [])
-
-
-def _within(tokens, portion):
-    """The `Ranges` of the tokens of a need that a portion has."""
-    some = []
-    for at, part in _one_after_another(tokens):
-        start, stop = max(at.start, portion.start), min(at.stop, portion.stop)
-        if start < stop:
-            some.append((part.start + start - at.start, part.start + stop - at.start))
-    return tuple(some)
 
 
 def _group(parcel):

@@ -41,12 +41,27 @@ def group_bytes(problem, direction):
     return GroupBytes(*of_sides)
 
 
-def divide(tile, problem, mask, direction):
-    """The division of a `Divided` tile for a pass.  mask: what queries are expected to see."""
+def divide(tile, problem, mask, layouts, direction):
+    """The division of a `Divided` tile for a pass.
+
+    mask: what queries are expected to see.  layouts: of the ranks' queries and keys.
+    """
     if not (mask.seqlen and mask.seqlen_k):
         return ((),) * tile.ranks
     each = group_bytes(problem, direction)
-    return bands(mask, tile.ranks, problem.batch * problem.kv_heads, each.row, each.key)
+    groups = problem.batch * problem.kv_heads
+    owned = tuple(map(_in_a_row, layouts))
+    return bands(
+        mask, tile.ranks, groups, each.row, each.key, owned if all(cuts is not None for cuts in owned) else None
+    )
+
+
+def _in_a_row(layout):
+    """Where the tokens of each rank begin, and the last end, if consecutive ranks have consecutive ones; else None."""
+    if layout.kind != "contiguous":
+        return None
+    cuts, owners = layout.owners
+    return cuts if (owners[1:] > owners[:-1]).all() else None
 
 
 def tokens_between(needs, layout, column):
@@ -96,7 +111,7 @@ class PassLoad:
 
     def __init__(self, tile, problem, mask, layouts, direction):
         self._problem, self._layouts, self._direction = problem, layouts, direction
-        self.division = divide(tile, problem, mask, direction)
+        self.division = divide(tile, problem, mask, layouts, direction)
         self.needs = needs_of(self.division, mask, problem.kv_heads)
         self.pairs = pairs_of(self.division, mask)
         self._groups = problem.batch * problem.kv_heads

@@ -13,6 +13,7 @@ from ..problem.byte_counts import byte_count
 from ..problem.layout import LAYOUTS, Layout, of_sizes
 from ..schedule.regroup import every_tile
 from ..schedule.route import ROUTES, passed_on
+from ..schedule.tile import DIVISIONS, divided
 from ..system.choices import one_of
 from ..system.words import span
 from .cost import SCHEDULES
@@ -31,14 +32,14 @@ if TYPE_CHECKING:
 
 # The passes that a plan is optimised for.
 DIRECTIONS = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
-# Layouts that "auto" may choose, simplest first: the earlier wins a tie.
+# Layouts in which a mesh may compute, simplest first: the earlier wins a tie.
 AUTO_LAYOUTS = ("contiguous", "zigzag", "striped")
 LOOKED_AT = 64  # queries of a part of the sequence, to see how many keys queries see there
 EVEN = 1.1  # most work of a part over the mean, up to which other layouts cannot pay
 
 
 def auto_kinds(mask: Mask, chunks: int) -> tuple[str, ...]:
-    """The kinds of layout that "auto" considers.
+    """The kinds of layout that are considered for a mesh.
 
     Without a mask, with one chunk, or if consecutive chunks have as much work, all balance equally well; then only the
     simplest.
@@ -63,16 +64,16 @@ def pair_of(kinds: Sequence[str], problem: Problem, chunks: int) -> Pair:
     return queries, queries if queries == keys else keys
 
 
-def layouts(argument: Any, problem: Problem, ranks: int, mask: Mask | None = None) -> list[Pair]:
+def layouts(argument: Any, problem: Problem, ranks: int) -> list[Pair]:
     """The pairs of layouts, (of queries, of keys), that an argument allows.  Raises ArgumentError.
 
-    argument: a kind, "auto", a `Layout`, sizes of chunks, or a pair of these two.  "auto" without a mask allows
-        "contiguous" only, because all kinds balance equally well then.
+    argument: a kind, "auto", a `Layout`, sizes of chunks, or a pair of these two.  "auto" is "contiguous", so that all
+        plans of a program have the same positions; a mask is balanced by the division, or inside a mesh.
     """
     if isinstance(argument, str):
         one_of("layout", argument, (*LAYOUTS, "auto"))
-        kinds = [argument] if argument != "auto" else auto_kinds(mask or problem.whole_mask, ranks)
-        return [pair_of((kind, kind), problem, ranks) for kind in kinds]
+        kind = LAYOUTS[0] if argument == "auto" else argument
+        return [pair_of((kind, kind), problem, ranks)]
     pair = of_sizes(argument, ranks)
     if isinstance(pair, Layout):
         pair = pair, pair
@@ -127,7 +128,7 @@ class SearchSpace:
     """A problem on the ranks of a machine, and the choices among which a search takes the best.
 
     route: of ROUTES, or "auto".  schedules: of SCHEDULES.
-    tiles: None for all whose planes can split the problem.
+    tiles: None for all whose planes can split the problem.  meshes: whether these are meshes only.
     layout_pairs: layouts (of queries, of keys) of the caller's ranks; None for those that "auto" allows.
     fixed: whether the caller has said which rank holds which chunk of these layouts.  Else stripes may be dealt out so
         that the ranks of a chunk exchange among themselves.
@@ -154,18 +155,28 @@ class SearchSpace:
     overlap: bool = True
     max_memory: int | str | None = None
     mask: Mask | None = None
+    meshes: bool = False
 
     def completed(self) -> SearchSpace:
         """The same with values in place of None, but for max_memory; raises ArgumentError."""
         p, nodes = self.problem, self.nodes
         return replace(
             self,
-            tiles=self.tiles or every_tile(self.ranks, p.heads, p.kv_heads, p.batch),
-            layout_pairs=self.layout_pairs or layouts("auto", p, self.ranks, self.mask),
+            tiles=self.tiles or self._tiles(),
+            layout_pairs=self.layout_pairs or layouts("auto", p, self.ranks),
             nodes=nodes_of(self.ranks, self.machine) if nodes is None else np.asarray(nodes),
             max_memory=memory_limit(self.max_memory),
             mask=self.mask or p.whole_mask,
         )
+
+    def _tiles(self) -> list[Tile]:
+        """The tiles that "auto" considers: all meshes, and divisions where no option asks for what only meshes have."""
+        p = self.problem
+        tiles: list[Tile] = every_tile(self.ranks, p.heads, p.kv_heads, p.batch)
+        free = self.schedules == SCHEDULES and self.mesh_layout == "auto" and not passed_on(self.route)
+        if free and not self.meshes and self.ranks > 1:
+            tiles = [*tiles, *(divided(kind, self.ranks) for kind in DIVISIONS)]
+        return tiles
 
     @property
     def passes(self) -> tuple[str, ...]:

@@ -67,7 +67,7 @@ class CallBiases:
         if given.bias is not None and not any(share.chunks):
             raise ArgumentError(
                 "bias is given; the tile of this plan is 'bands', so ranks have pieces of the scores and no tile of a "
-                "bias: make the plan with a tile AxB, such as tile='ring'"
+                "bias: make the plan with tile='mesh', or with a tile AxB"
             )
         self._threshold, self._functions = given.threshold(), given.functions(problem, share.heads)
         if self._functions and activity.documents:

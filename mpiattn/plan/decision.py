@@ -21,6 +21,7 @@ from ..schedule.division import RankPieces, needs_of
 from ..schedule.kinds import GATHERED, IN_COLUMNS, Q
 from ..schedule.needed import Activity
 from ..schedule.piece_steps import PieceSteps
+from ..schedule.ranges import overlap
 from ..schedule.rank_steps import RankSteps
 from ..schedule.regroup import Regrouping, plane_problem
 from ..schedule.remembered import Remembered
@@ -134,7 +135,7 @@ class Decision:
         return Remembered(lambda direction: self._needs_of(direction, self.activity))
 
     def _needs_of(self, direction: str, activity: Activity) -> tuple[tuple[Need, ...], ...]:
-        division = divide(self.choice.tile, self.problem, self.mask, direction)
+        division = divide(self.choice.tile, self.problem, self.mask, self.layouts, direction)
         return needs_of(division, activity.mask, self.problem.kv_heads, activity.documents)
 
     def rank_pieces(self, direction: str, rank: int, activity: Activity) -> RankPieces:
@@ -222,9 +223,11 @@ class Decision:
         pairs = 0
         for need in self.rank_pieces("forward", rank, activity).needs:
             of_sequence = activity.of_sequences(slice(need.sequence, need.sequence + 1))
-            queries = np.concatenate([np.arange(*part) for part in need.queries])
-            begin, end = of_sequence.columns_at(queries, [range(*part) for part in need.keys])
-            pairs += int((end - begin).sum(dtype=np.int64))
+            for rows, keys in need.pieces:
+                queries = np.concatenate([np.arange(*part) for part in (*overlap(need.queries, (rows,)), (0, 0))])
+                columns = [range(*part) for part in overlap(need.keys, (keys,))]
+                begin, end = of_sequence.columns_at(queries, columns)
+                pairs += int((end - begin).sum(dtype=np.int64))
         alike = len(activity.documents or (None,)) == 1
         matrices = self.problem.kv_heads * (self.problem.batch if alike else 1)
         return pairs / matrices if pairs % matrices else pairs // matrices

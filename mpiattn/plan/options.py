@@ -16,7 +16,7 @@ from ..model.space import DIRECTIONS, layouts, memory_limit, routes
 from ..problem.documents import expected_cuts
 from ..problem.layout import GRID, LAYOUTS, RANGES
 from ..problem.problem import Problem
-from ..schedule.tile import parse_tile
+from ..schedule.tile import MESH, parse_tile
 from ..system.choices import one_of
 
 if TYPE_CHECKING:
@@ -59,11 +59,12 @@ class Options:
         planes.check_heads(tile, problem)
         self._check_division(tile)
         cuts = expected_cuts(problem, self.expected_cu_seqlens)
-        pairs = layouts(self.layout, problem, ranks, problem.mask_of(cuts))
+        pairs = layouts(self.layout, problem, ranks)
         planes.check_mesh_layout(self.mesh_layout, pairs, tile)
         return replace(
             self.unchecked(),
             tile=tile,
+            meshes=isinstance(self.tile, str) and self.tile.strip() == MESH,
             expected_cu_seqlens=cuts,
             layout=pairs,
             fixed=not isinstance(self.layout, str),
@@ -93,8 +94,10 @@ class CheckedOptions(Options):
     """Options with values in place of what callers may write: a `Tile`, numbers of bytes, cuts of documents.
 
     layout: pairs of `Layout` to choose from.  fixed: whether the caller says which rank holds which chunk.
+    meshes: whether only meshes are wanted, whatever their tile.
     """
 
+    meshes: bool = False
     fixed: bool = False
 
 

@@ -120,6 +120,7 @@ def space_of(
         route=checked.route,
         schedules=allowed_schedules(checked.schedule),
         tiles=checked.tile and [checked.tile],
+        meshes=checked.meshes,
         layout_pairs=checked.layout,
         fixed=checked.fixed,
         mesh_layout=checked.mesh_layout,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..problem.layout import Layout
-from .ranges import total
+from .ranges import total, union
 from .table import Side, Table, united_of
 
 if TYPE_CHECKING:
@@ -32,16 +32,18 @@ FEW_RUNS = 2  # of a parcel, which are a message each: two in zigzag
 
 
 class Need(NamedTuple):
-    """The tokens that a piece with work needs.
+    """The tokens that a rank needs for its pieces of one KV head.
 
     sequence, head: of the batch, and its KV head.
     queries, keys: positions in the sequence, as `Ranges`.
+    pieces: [first, last) of the queries of each piece, and [first, last) of its keys.
     """
 
     sequence: int
     head: int
     queries: Ranges
     keys: Ranges
+    pieces: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
 
     def of(self, column: bool) -> Ranges:
         """The keys, with `column`, or the queries."""
@@ -82,7 +84,7 @@ class Parcel(NamedTuple):
 def needs_of(
     division: Division, mask: Mask, kv_heads: int, documents: Documents = None
 ) -> tuple[tuple[Need, ...], ...]:
-    """The needs of the pieces of every rank, without pieces of which the mask shows nothing.
+    """The needs of every rank, without pieces of which the mask shows nothing.
 
     documents: those of a call: of every sequence of the batch, or one for all.
     """
@@ -92,14 +94,26 @@ def needs_of(
         for piece in pieces:
             sequence = 0 if alike else piece.group // kv_heads
             by_sequence.setdefault(sequence, []).append((rank, piece))
-    needs: list[list[Need]] = [[] for _ in division]
+    needs: dict[tuple[int, int], Need] = {}
     for sequence, of_sequence in by_sequence.items():
         group = None if documents is None else documents[sequence : sequence + 1]
         needed = _needed([piece for _, piece in of_sequence], mask, group)
         for (rank, piece), queries, keys in zip(of_sequence, *needed):
             if queries:
-                needs[rank].append(Need(*divmod(piece.group, kv_heads), queries, keys))
-    return tuple(map(tuple, needs))
+                more = Need(*divmod(piece.group, kv_heads), queries, keys, ((piece[1:3], piece[3:5]),))
+                before = needs.get((rank, piece.group))
+                needs[rank, piece.group] = more if before is None else _joined(before, more)
+    of_ranks: list[list[Need]] = [[] for _ in division]
+    for (rank, _), need in sorted(needs.items(), key=lambda each: each[0]):
+        of_ranks[rank].append(need)
+    return tuple(map(tuple, of_ranks))
+
+
+def _joined(need: Need, more: Need) -> Need:
+    """The need of the pieces of two."""
+    return need._replace(
+        queries=union(need.queries + more.queries), keys=union(need.keys + more.keys), pieces=need.pieces + more.pieces
+    )
 
 
 def _needed(pieces: list[Piece], mask: Mask, documents: Documents) -> tuple[list[Ranges], list[Ranges]]:

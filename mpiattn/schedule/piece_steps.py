@@ -7,14 +7,17 @@ work for its bytes (Mesh-Attention, arXiv 2512.20968, algorithm 2).  Blocks run 
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from .kinds import IN_COLUMNS, REDUCED
+from .ranges import union
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .division import Parcel, RankPieces
+    from .division import Need, Parcel, RankPieces
+    from .ranges import Ranges
 
 PORTIONS = 8  # of a side of a piece at most: with as many of the other side, a sixty-fourth of it is not hidden
 LEAST = 256  # tokens of a portion: in each launch a query takes the time of a hundred keys more than it sees
@@ -34,6 +37,19 @@ class PieceBlock(NamedTuple):
     need: int
     row: int
     column: int
+
+
+class BlockPart(NamedTuple):
+    """A rectangle of a block that belongs to a piece.
+
+    rows, keys: where its queries and its keys lie among the tokens of the need, as slices.
+    at_rows, at_keys: their positions, as `Ranges`.
+    """
+
+    rows: slice
+    keys: slice
+    at_rows: Ranges
+    at_keys: Ranges
 
 
 class PortionName(NamedTuple):
@@ -137,6 +153,44 @@ class PieceSteps:
             # The last of the other side completes all that are here
             complete += [name for name in self.arrivals if name.need == number and name.column == column]
         return complete
+
+
+def parts_of(need: Need, rows: Portion, keys: Portion) -> list[BlockPart]:
+    """The parts of a block: its pieces, those with the same queries and adjacent keys as one."""
+    by_queries: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for of_queries, of_keys in need.pieces:
+        by_queries.setdefault(of_queries, []).append(of_keys)
+    parts = []
+    for of_queries, each in by_queries.items():
+        for row_slice, key_slice in product(_inside(need.queries, [of_queries], rows), _inside(need.keys, each, keys)):
+            at_rows, at_keys = _at(need.queries, row_slice), _at(need.keys, key_slice)
+            parts.append(BlockPart(row_slice, key_slice, at_rows, at_keys))
+    return parts
+
+
+def _inside(tokens: Ranges, some: Sequence[tuple[int, int]], portion: Portion) -> list[slice]:
+    """Where those of `some` positions that a portion has lie among the tokens of a need."""
+    places = []
+    for ends in some:
+        start, stop = (_below(tokens, position) for position in ends)
+        places.append((max(start, portion.start), min(stop, portion.stop)))
+    return [slice(start, stop) for start, stop in union(places)]
+
+
+def _below(tokens: Ranges, position: int) -> int:
+    """How many of some tokens come before a position."""
+    return sum(min(max(position - start, 0), stop - start) for start, stop in tokens)
+
+
+def _at(tokens: Ranges, part: slice) -> Ranges:
+    """The positions of a slice of some tokens."""
+    some, before = [], 0
+    for start, stop in tokens:
+        first, last = max(part.start - before, 0), min(part.stop - before, stop - start)
+        if first < last:
+            some.append((start + first, start + last))
+        before += stop - start
+    return tuple(some)
 
 
 def _portions(parcels: Sequence[Parcel]) -> list[Portion]:
