@@ -10,6 +10,18 @@ from mpiattn.backends.numpy.dropout import philox
 from mpiattn.verify import reference
 from mpiattn.verify.reference_masks import place_of
 
+# Kinds of which no rank needs a tile
+WITHOUT_TILES = [
+    "key_bias",
+    "alibi",
+    "relative",
+    "grid",
+    "dropout",
+    "key_bias relative",
+    "key_bias alibi dropout",
+    "alibi grid dropout",
+]
+
 
 class Drawn(NamedTuple):
     """Biases of a whole problem by argument, and the dropout."""
@@ -28,9 +40,11 @@ class Drawn(NamedTuple):
         return [name for name in self._fields[:4] if getattr(self, name) is not None]
 
 
-def draw(problem, seed, kinds=None, narrow=False):
-    """Random biases of a problem: some of the kinds, or those named."""
+def draw(problem, seed, kinds=None, narrow=False, tile=None):
+    """Random biases of a problem: some of the kinds, or those named.  tile: of a plan; with "bands" none is dense."""
     p, rng, numbers = problem, random.Random(seed), np.random.default_rng(seed)
+    if tile == "bands":
+        kinds = kinds or rng.choice(WITHOUT_TILES)
     kinds = kinds or rng.choice(
         ["bias", "bias", "bias", "key_bias", "alibi", "relative", "grid", "dropout", "bias key_bias", "alibi relative"]
         + ["bias alibi dropout", "key_bias relative", "bias key_bias alibi relative dropout"]

@@ -64,11 +64,6 @@ class CallBiases:
         if not {"bias", "dropout"} <= set(backend.takes):
             name = (given.given or ["dropout"])[0]
             raise ArgumentError(f"{name} is given; the back end {backend.name} computes without biases and dropout")
-        if given.bias is not None and not any(share.chunks):
-            raise ArgumentError(
-                "bias is given; the tile of this plan is 'bands', so ranks have pieces of the scores and no tile of a "
-                "bias: make the plan with tile='mesh', or with a tile AxB"
-            )
         self._threshold, self._functions = given.threshold(), given.functions(problem, share.heads)
         if self._functions and activity.documents:
             check_diagonals(activity.documents, problem, self._functions[0].name)

@@ -423,4 +423,6 @@ class MeshAttention(Lifetime):
         """Those of a call, checked; None if it has none.  Raises ArgumentError."""
         if given.none and not self.problem.key_bias:
             return None
+        if given.bias is not None:
+            self._check_tiles("bias is given")
         return CallBiases(given, self.problem, self._backend, self._share, self._passes.tokens[1], activity)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from ..backends.base import Array
     from ..problem.problem import Problem
+    from ..schedule.tile import Tile
     from .share import Share
 
 
@@ -34,23 +35,42 @@ class Tiled(Distributed):
     problem: Problem
     _share: Share
 
+    if TYPE_CHECKING:
+
+        @property
+        def tile(self) -> Tile:
+            """Of `Described`."""
+            ...
+
+    def _check_tiles(self, what: str) -> None:
+        """Raise ArgumentError, which begins with `what`, unless the ranks of this plan have tiles of a bias."""
+        if self.tile.divided:
+            raise ArgumentError(
+                f"{what}, but the tile of this plan is {str(self.tile)!r}: its ranks compute pieces of the scores, and "
+                "none has a tile of a bias; make the plan with a tile AxB or HxAxB, for example tile='ring'"
+            )
+
     @property
     def bias_positions(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Positions in the sequence of the rows and of the columns of this rank's tile of a bias: int64.
 
         Chunk after chunk: the rows are the tokens of the query chunks that this rank computes with, the columns those
-        of its KV chunks.
+        of its KV chunks.  With the tile "bands", whose ranks have no tile of a bias, it raises ArgumentError, as do
+        `bias_sequences`, `bias_heads`, `scatter_bias` and `gather_bias`.
         """
+        self._check_tiles("bias_positions is asked for")
         return self._share.positions()
 
     @property
     def bias_sequences(self) -> slice:
         """The batch entries of this rank's tile of a bias: all of them but in a mesh of several planes."""
+        self._check_tiles("bias_sequences is asked for")
         return self._share.sequences
 
     @property
     def bias_heads(self) -> slice:
         """The heads of this rank's tile of a bias: all of them but in a mesh of several planes."""
+        self._check_tiles("bias_heads is asked for")
         return self._share.heads
 
     @refusing("scatter_bias", of_call("scatter_bias"))
@@ -84,6 +104,7 @@ class Tiled(Distributed):
             peers, whole = call.peers, None
             about: Any = None  # shape, dtype, and whether it is a tensor
             with call.agreement() as same:
+                self._check_tiles("scatter_bias is called")
                 check_root(root, peers.size)
                 same["root"] = AsGiven(root, "every rank" if root is None else root)
                 if root in (None, peers.rank):
@@ -129,6 +150,7 @@ class Tiled(Distributed):
         with self.call("gather_bias") as call:
             peers = call.peers
             with call.agreement() as same:
+                self._check_tiles("gather_bias is called")
                 if root is None:
                     raise ArgumentError("root is None; it must be a rank: only one gets the whole bias")
                 check_root(root, peers.size)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from dense import draw_all, error, largest
 from runs import my_chunks, on, problem_of
+from test_agreement import same_error
 
 from mpiattn import ArgumentError, MeshAttention
 
@@ -106,6 +107,31 @@ def test_key_bias_is_for_every_call(comm):
     with MeshAttention(comm, **PLAN, key_bias=True) as plan:
         refused(plan, "key_bias is None; this plan was made with key_bias=True")
         refused(plan, r"key_bias has shape .*tokens_k", key_bias=np.ones(99, np.float32))
+
+
+@pytest.mark.many
+def test_pieces_have_no_tile_of_a_bias(comm):
+    """What needs one is refused, on every rank alike; the other biases work, and the plan goes on."""
+    whole = np.zeros((2, 4, 24, 24), np.float32)
+    with MeshAttention(comm, **PLAN, tile="bands") as plan:
+        calls = {
+            "bias is given": lambda: plan.forward(*arrays(plan), bias=whole),
+            "scatter_bias is called": lambda: plan.scatter_bias(whole if comm.rank == 0 else None),
+            "gather_bias is called": lambda: plan.gather_bias(whole),
+        }
+        for what, call in calls.items():
+            text = same_error(comm, call)
+            assert text.startswith(f"{what}, but the tile of this plan is 'bands'") and "tile='ring'" in text
+        for name in ("bias_positions", "bias_sequences", "bias_heads"):
+            with pytest.raises(ArgumentError, match=f"^{name} is asked for, but the tile of this plan is 'bands'"):
+                getattr(plan, name)
+        call = {"alibi_slopes": np.ones(4, np.float32)}
+        results = plan.forward(*arrays(plan), **call)
+        assert "bias is given" in same_error(
+            comm, lambda: plan.backward(results[0], *arrays(plan), *results, **call, bias=whole)
+        )
+        assert "bias is given" in same_error(comm, lambda: plan.verify(*arrays(plan), *results, **call, bias=whole))
+        assert plan.verify(*arrays(plan), *results, **call).passed
 
 
 @pytest.mark.many

@@ -23,9 +23,9 @@ TOLERANCE = {"float64": 1e-9, "float32": 3e-5, "float16": 2e-2, "bfloat16": 8e-2
 
 def of_rank(plan, drawn):
     """What this rank gives of whole biases: its tile, its keys."""
-    rows, columns = plan.bias_positions
     some = drawn._asdict()
     if drawn.bias is not None:
+        rows, columns = plan.bias_positions
         tile = drawn.bias
         tile = tile[plan.bias_sequences if len(tile) > 1 else slice(None)]
         tile = tile[:, plan.bias_heads if tile.shape[1] > 1 else slice(None)]
@@ -97,7 +97,8 @@ def test_random_cases(comm):
     for index in [int(ONLY)] if ONLY else range(CASES):
         case = draw_case(SEED, 10**6 + index, comm.size)
         rng = random.Random(f"{SEED} {index}")
-        drawn = biased.draw(problem_of(case.plan), case.seed, narrow=rng.random() < 0.3)
+        narrow, tile = rng.random() < 0.3, case.plan["tile"]
+        drawn = biased.draw(problem_of(case.plan), case.seed, narrow=narrow, tile=tile)
         if drawn.alibi_slopes is not None or drawn.relative_bias is not None:
             case = case._replace(call={} if set(case.call) - {"cu_seqlens", "padding"} else case.call)
         again = (

@@ -48,16 +48,20 @@ def results(plan, arguments, call=None, sinks=True):
     return {"q": inputs.q, "k": inputs.k, "v": inputs.v, "sinks": inputs.sinks, **given, **(call or {})}
 
 
-@pytest.mark.draw(6)
+@pytest.mark.draw(8)
 @pytest.mark.many
+@pytest.mark.parametrize("pieces", [False, True], ids=["tile", "bands"])
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_right(comm, monkeypatch, case):
+def test_right(comm, monkeypatch, case, pieces):
     (more, call), sinks = CASES[case], case % 2 == 1
+    tile = tiles(comm.size)[-1 if sinks else 0]
+    if pieces:
+        tile = "bands"
     arguments = {"layout": "contiguous", **SHAPE, **more}
     if arguments["layout"] == "contiguous":
         lengths = arguments["seqlen"], arguments.get("seqlen_k", arguments["seqlen"])
         arguments["layout"] = tuple(uneven(comm, tokens) for tokens in lengths)
-    with MeshAttention(comm, **arguments, tile=tiles(comm.size)[-1 if sinks else 0]) as plan:
+    with MeshAttention(comm, **arguments, tile=tile) as plan:
         given = results(plan, arguments, call, sinks)
         names = ["out", "lse", "dq", "dk", *["dv"] * (not plan.problem.shared_kv), *["dsinks"] * sinks]
         sampled = plan.verify(**given, samples=2)

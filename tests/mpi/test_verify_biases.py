@@ -27,6 +27,8 @@ CASES = [
     ("relative dropout", {"seqlen_k": 31, "dtype": "float64"}, {}, 2),
     ("grid", {"layout": "contiguous"}, {}, 3),
     ("bias key_bias alibi relative dropout", {"causal": True}, {"cu_seqlens": [0, 20, 45]}, 4),
+    ("key_bias alibi relative dropout", {"tile": "bands", "causal": True}, {"cu_seqlens": [0, 20, 45]}, 5),
+    ("grid key_bias", {"tile": "bands", "layout": "zigzag"}, {}, 6),
 ]
 
 
@@ -45,16 +47,11 @@ def results(plan, arguments, drawn, call):
 
 
 def made(comm, drawn, more):
-    return MeshAttention(
-        comm,
-        **SHAPE | more,
-        backend="numpy",
-        key_bias=drawn.key_bias is not None,
-        **({"tile": TILES[comm.size]} if comm.size in TILES else {}),
-    )
+    tile = {"tile": TILES[comm.size]} if comm.size in TILES else {}
+    return MeshAttention(comm, **tile | SHAPE | more, backend="numpy", key_bias=drawn.key_bias is not None)
 
 
-@pytest.mark.draw(2)
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_right(comm, monkeypatch, case):
     kinds, more, call, seed = CASES[case]
@@ -199,7 +196,7 @@ def test_random_cases(comm):
     """Masks, tiles and dtypes of any kind, a sample and all."""
     for index in range(RANDOM):
         case = draw_case(SEED, 2 * 10**6 + index, comm.size)
-        drawn = biased.draw(problem_of(case.plan), case.seed)
+        drawn = biased.draw(problem_of(case.plan), case.seed, tile=case.plan["tile"])
         call = case.call
         if drawn.alibi_slopes is not None or drawn.relative_bias is not None:
             call = {} if set(call) - {"cu_seqlens", "padding"} else call
