@@ -64,7 +64,7 @@ def masked(got):
 
 
 def double(got):
-    options = dict(seqlen=24, heads=2, head_dim=4, dtype="float64", key_bias=True)
+    options = dict(seqlen=24, heads=2, head_dim=4, dtype="float64", key_bias=True, tile="bands")
     call = dict(dropout=0.25, seed=123456789012, alibi_slopes=np.array([0.25, 0.0625]), key_bias=got["of_keys"])
     call |= dict(relative_bias=got["table"], relative_grid=(4, 6), relative_cyclic=(True, False))
     with mpiattn.MeshAttention(COMM, **options) as plan:

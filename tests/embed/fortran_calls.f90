@@ -323,8 +323,8 @@ contains
     real(real64), allocatable, target :: q(:, :, :, :), k(:, :, :, :), v(:, :, :, :), out(:, :, :, :), lse(:, :, :)
     real(real64), allocatable, target :: dq(:, :, :, :), dk(:, :, :, :), dv(:, :, :, :), table(:, :, :), slopes(:)
     real(real64), allocatable, target :: dtable(:, :, :), dslopes(:), of_keys(:, :), dlse(:, :, :)
-    call mpiattn_plan_create(MPI_COMM_WORLD%MPI_VAL, 'seqlen=24, heads=2, head_dim=4, dtype=float64, key_bias=true', &
-      plan, status)
+    call mpiattn_plan_create(MPI_COMM_WORLD%MPI_VAL, &
+      'seqlen=24, heads=2, head_dim=4, dtype=float64, key_bias=true, tile=bands', plan, status)
     call done(status, 'plan_create of a text')
     call mpiattn_plan_integer(plan, 'tokens', n64, status)
     n = int(n64)

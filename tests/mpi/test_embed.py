@@ -28,6 +28,7 @@ pytestmark = embedded.needed
             {"shared_kv": True, "value_dim": 6, "scale": 0.5},
             "float32",
         ),
+        ("seqlen=37, heads=4, head_dim=8, tile=bands, causal=1", {"tile": "bands", "causal": True}, "float32"),
     ],
 )
 def test_the_numbers_of_python(c, comm, text, options, dtype):
@@ -191,6 +192,17 @@ def test_distribution(c, comm):
     for each in (handle, longer):
         c.ok("plan_free", ctypes.byref(each))
     plan.close()
+
+
+def test_pieces_have_no_tile_of_a_bias(c, comm):
+    handle = c.new("plan_create_text", comm.py2f(), "seqlen=23, heads=2, head_dim=4, tile=bands, timeout=60")
+    assert text_of(c, handle, "tile") == "bands"
+    status, text = c.fails("scatter_bias", handle, np.zeros((1, 1, 23, 23)), np.zeros((1, 1, 1, 1)), 0)
+    assert status == ARGUMENT and "the tile of this plan is 'bands'" in text
+    assert comm.allgather(text) == [text] * comm.size
+    status, text = c.fails("plan_integer", handle, "bias_rows", ctypes.byref(ctypes.c_int64()))
+    assert status == ARGUMENT and text.startswith("bias_positions is asked for, but the tile of this plan is 'bands'")
+    c.ok("plan_free", ctypes.byref(handle))
 
 
 def test_another_mask_with_the_same_positions(c, comm):

@@ -106,6 +106,7 @@ CASES = {
     "documents": ({}, DOCUMENTS, ("sinks",)),
     "biases": ({"key_bias": True}, {}, BIASES),
     "planes": ({"tile": "planes", "key_bias": True}, {}, (*BIASES, "sinks")),
+    "pieces": ({"tile": "bands", "key_bias": True}, {}, (*BIASES[1:], "sinks")),
 }
 
 

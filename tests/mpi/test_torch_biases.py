@@ -132,6 +132,7 @@ CASES = {
     "grid": ("grid alibi", {}),
     "dropout": (f"{EVERY} dropout", {"causal": True}),
     "planes": (f"{EVERY} dropout", {"tile": "planes", "dtype": "float64"}),
+    "pieces": ("key_bias alibi relative dropout", {"tile": "bands", "causal": True}),
 }
 
 
