@@ -12,6 +12,7 @@ from files import assert_right, write_input
 from launch import mpirun
 
 from mpiattn.cli import main
+from mpiattn.files.trace_file import read
 from mpiattn.system.host import BLAS_VARIABLES
 from mpiattn.verify import reference
 
@@ -33,6 +34,7 @@ def run(n, source, out, *options, **how):
         (4, ["--causal", "--tile", "qring", "--schedule", "greedy", "--layout", "contiguous"], {"seqlen_k": 40}),
         (5, "--axes bshd --tile ring --backend deferred --max-message 999".split(), {"seqlen": 3, "kv_heads": 4}),
         (6, ["--causal", "--tile", "2x3", "--schedule", "greedy", "--layout", "zigzag"], {"kv_heads": 1}),
+        (3, ["--causal", "--tile", "bands", "--layout", "zigzag"], {"batch": 2, "seqlen_k": 70}),
     ],
 )
 def test_right(tmp_path, n, options, shape):
@@ -103,6 +105,25 @@ def test_json_and_attributes(tmp_path):
         assert rank["nbytes"] < rank["peak_bytes"]
     attributes = assert_right(source, tmp_path / "out.h5")
     assert (attributes["tile"], attributes["layout"], attributes["causal"]) == ("2x2", "contiguous", False)
+
+
+def test_pieces(tmp_path):
+    """The report says so; each rank has its own steps, and the trace has what all of them sent."""
+    source = write_input(tmp_path / "in.h5", seqlen=50, backward=True)
+    options = "--tile bands --causal --backward --verify --trace".split()
+    files = [tmp_path / "trace.json", "--json", tmp_path / "run.json"]
+    outcome = run(3, source, tmp_path / "out.h5", *options, *files)
+    assert outcome.stdout.count("equal on every rank") == 2 and outcome.stdout.count("passed") == 2
+    assert "pieces           each rank computes pieces of the scores, of any KV heads (tile bands)" in outcome.stdout
+    assert "in step" not in outcome.stdout and "column" not in outcome.stdout
+    report = json.loads((tmp_path / "run.json").read_text())
+    assert (report["tile"], report["schedule"], report["route"]) == ("bands", "pieces", "direct")
+    assert sum(rank["pairs"] for rank in report["per_rank"]) == 50 * 51 / 2
+    for direction, of_ranks in read("FILE", files[0]).items():
+        sent = [rank[direction]["sent_bytes"] for rank in report["per_rank"]]
+        assert [sum(each.sent.values()) for each in of_ranks.values()] == sent
+    with h5py.File(tmp_path / "out.h5") as file:
+        assert (file.attrs["tile"], file.attrs["schedule"]) == ("bands", "pieces")
 
 
 @pytest.mark.draw(1)

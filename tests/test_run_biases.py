@@ -55,6 +55,16 @@ def test_right(tmp_path, n, tile, shared):
     assert {name: made[name] for name in asked} == asked
 
 
+def test_pieces(tmp_path):
+    """Biases of which no rank needs a tile."""
+    keys = np.random.default_rng(0).standard_normal((4, 37), np.float32)
+    source = write_input(tmp_path / "in.h5", **SHAPE, backward=True, weights=keys)
+    options = "--tile bands --causal --key-bias weights --alibi --dropout 0.3 --seed 11 --verify --backward"
+    assert run(3, source, tmp_path / "out.h5", *options.split()).stdout.count("passed") == 3
+    drawn = biased.Drawn(key_bias=keys, alibi_slopes=ALIBI, dropout=0.3, seed=11)
+    assert_right(source, tmp_path / "out.h5", Problem(**SHAPE), drawn, True, causal=True)
+
+
 def test_bfloat16_and_heads_before_tokens(tmp_path):
     """A bias has the same order of dimensions whatever --axes says."""
     problem = Problem(**SHAPE | {"kv_heads": 4})
@@ -85,6 +95,7 @@ def test_bfloat16_and_heads_before_tokens(tmp_path):
             "--key-bias pair",
             "--key-bias is 'pair', of shape (1, 1, 37, 37); it must be (seqlen_k,) or (heads or 1, seqlen_k)",
         ),
+        ("--bias pair --tile bands", "--bias is 'pair' and --tile 'bands', whose ranks compute pieces of the scores"),
         ("--dropout 1.5 --seed 3", "dropout is 1.5; it must be a number from 0, without 1"),
         ("--seed 5", "--seed is given without --dropout, which alone depends on it"),
         ("--dropout 0.5", "seed is None; with dropout it must be a whole number"),

@@ -47,6 +47,8 @@ class BenchBiases:
         grads, plan, p = dict(zip(self.call, map(on_host, grads), strict=True)), self._plan, self._plan.problem
         if not grads:
             return None
-        place = plan.bias_sequences, plan.bias_heads, *plan.bias_positions
-        tile = TileGradient(grads["bias"], (p.batch, p.heads), *place) if self._whole else None
+        tile = None
+        if self._whole:
+            place = plan.bias_sequences, plan.bias_heads, *plan.bias_positions
+            tile = TileGradient(grads["bias"], (p.batch, p.heads), *place)
         return BiasGradients(peers, source, tile, slopes=grads.get("alibi_slopes"))

@@ -115,10 +115,19 @@ class RunBiases:
         asked = {**self._names, "alibi": True} if "alibi_slopes" in self.call else dict(self._names)
         return asked | {name: self.call[name] for name in ("dropout", "seed") if name in self.call}
 
+    def check_tile(self, tile):
+        """Raise ArgumentError if there is a dense bias, and the ranks of a plan with this tile have no tile of it."""
+        if "bias" in self._data and tile.divided:
+            raise ArgumentError(
+                f"--bias is {self._names['bias']!r} and --tile {str(tile)!r}, whose ranks compute pieces of the "
+                "scores: none of them has a tile of a bias; choose a tile AxB or HxAxB, for example --tile ring"
+            )
+
     def read(self, peers, plan):
         """Read this rank's part of the datasets; collective."""
         source = self._source
-        self._place = pairs.Place(plan.bias_sequences, plan.bias_heads, *plan.bias_positions)
+        if "bias" in self._data:
+            self._place = pairs.Place(plan.bias_sequences, plan.bias_heads, *plan.bias_positions)
         with agreement(peers), hdf5.file_errors(source.argument, source.path, "read"):
             if "bias" in self._data:
                 of_plane = zip(self._data["bias"].shape, self._place)

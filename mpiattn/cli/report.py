@@ -69,15 +69,15 @@ def _times(seconds, phases):
     return ", ".join(f"{duration(seconds[phase])} {phase}" for phase in phases)
 
 
-def _waiting(name, ranks, seconds):
+def _waiting(name, ranks, seconds, divided):
     waits = [rank[name]["wait_seconds"] / seconds[name] for rank in ranks]
+    mean_and_most = f"{percent(sum(waits) / len(waits))} of {name} (most: {percent(max(waits))}"
+    if divided:  # every rank has steps of its own
+        return f"{mean_and_most})"
     steps = [[step["ended"] - step["computed"] for step in rank[name]["steps"]] for rank in ranks]
     by_step = [sum(step) / len(ranks) / seconds[name] for step in zip(*steps)]
     worst = max(range(len(by_step)), key=by_step.__getitem__)
-    return (
-        f"{percent(sum(waits) / len(waits))} of {name} (most: {percent(max(waits))}; in step {worst + 1} of "
-        f"{len(by_step)}: {percent(by_step[worst])})"
-    )
+    return f"{mean_and_most}; in step {worst + 1} of {len(by_step)}: {percent(by_step[worst])})"
 
 
 def _sent(name, ranks):
@@ -130,6 +130,15 @@ def _empty(p, chosen, ranks):
     return rows
 
 
+def _division(tile, ranks):
+    """The row of the table about what ranks compute.  ranks: they and their hosts in words."""
+    if tile.divided:
+        return "pieces", f"each rank computes pieces of the scores, of any KV heads (tile {tile}): {ranks}"
+    planes = f"{tile.h} planes of " if tile.h > 1 else ""
+    mesh = f"{number(tile.a, 'column')} x {number(tile.b, 'row')}"
+    return "mesh", f"{planes}{mesh} (tile {tile}): {ranks}"
+
+
 def as_text(args, plan, chosen, seconds, ranks, reports, odd):
     """The report as a table."""
     p, tile = plan.problem, plan.tile
@@ -138,19 +147,14 @@ def as_text(args, plan, chosen, seconds, ranks, reports, odd):
     rows = [
         ("problem", problem_text(p, chosen)),
         ("unpacked", chosen.get("unpacked")),
-        (
-            "mesh",
-            (f"{tile.h} planes of " if tile.h > 1 else "")
-            + f"{number(tile.a, 'column')} x {number(tile.b, 'row')} (tile {tile}): {number(len(ranks), 'rank')} on "
-            + number(hosts, "host"),
-        ),
+        _division(tile, f"{number(len(ranks), 'rank')} on {number(hosts, 'host')}"),
         ("schedule", f"{chosen['schedule']}, {chosen['route']} route, {_layout(chosen)}, {chosen['backend']} back end"),
         ("transport", plan.transport),
         ("tokens per rank", span([rank["tokens"] for rank in ranks])),
         ("pairs per rank", _pairs(ranks)),
         ("time", f"{_times(seconds, passes)}; {_times(seconds, [name for name in seconds if name not in passes])}"),
         ("speed", ", ".join(f"{speed:.3g} GFLOP/s {name}" for name, speed in _speeds(p, seconds, ranks).items())),
-        ("waiting", ", ".join(_waiting(name, ranks, seconds) for name in passes) + ", mean over ranks"),
+        ("waiting", ", ".join(_waiting(name, ranks, seconds, tile.divided) for name in passes) + ", mean over ranks"),
         *[("" if i else "sent per rank", _sent(name, ranks)) for i, name in enumerate(passes)],
         (
             "memory per rank",

@@ -22,7 +22,7 @@ from ..problem.documents import documents as check_documents
 from ..problem.problem import Problem
 from ..schedule import travels
 from ..schedule.needed import Activity
-from ..schedule.tile import Tile
+from ..schedule.tile import Tile, parse_tile
 from ..verify import compare, gradients
 from . import biases
 from .documents import read_documents
@@ -132,6 +132,9 @@ def _plan(comm, peers, args, part, added, documents, mask):
     """A plan for all problems like this one; collective."""
     with agreement(peers):
         layout = options.layout_of(args, comm.size, part.shapes["seqlen"], part.shapes["seqlen_k"])
+        tile = parse_tile(args.tile, comm.size)
+        if tile is not None:
+            added.check_tile(tile)
     return RunPlan(
         comm,
         added.gradients,
