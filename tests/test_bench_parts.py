@@ -27,10 +27,24 @@ def test_cases():
         for tile in tiles
         for kind, overlap in (("greedy", True), ("greedy", False), ("collective", True))
     ]
-    assert tile_names(["2x2", "qring", "all"], 4) == ["2x2", "4x1", "1x4"]
+    assert tile_names(["2x2", "qring", "all"], 4) == ["2x2", "4x1", "1x4", "bands"]
     for wrong in ({"tile": ["2x2"]}, {"seqlens": [8, 0]}):
         with pytest.raises(ArgumentError):
             cases(**{"ranks": 6, "seqlens": [8], "tile": ["all"], "schedule": ["auto"], "route": ["auto"], **wrong})
+
+
+def test_cases_of_pieces():
+    """With no schedule and no route but the one of pieces; where none is left, --tile all has no pieces."""
+    (some,) = cases(5, [8], ["all", "bands"], ["auto", "greedy"], ["ring", "direct", "auto"], True)
+    assert [case[2:] for case in some if case.tile == "bands"] == [
+        ("auto", route, overlap) for route in ("direct", "auto") for overlap in (True, False)
+    ]
+    for more in ({"schedule": ["greedy"]}, {"route": ["ring"]}, {"pieces": False}):
+        asked = {"tile": ["all"], "schedule": ["auto"], "route": ["auto"]} | more
+        assert {case.tile for case in cases(5, [8], **asked)[0]} == {"1x5", "5x1"}
+        if "pieces" not in more:
+            with pytest.raises(ArgumentError, match="--tile is bands, whose ranks have pieces .* must be among"):
+                cases(5, [8], **asked | {"tile": ["ring", "bands"]})
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])

@@ -96,6 +96,18 @@ def test_biases():
         assert all(figures["counted"] for figures in case["passes"].values())
 
 
+def test_pieces(tmp_path):
+    """Beside every tile, with and without overlap, biases by distance, and a trace."""
+    options = "--direction both --tile bands all --causal --alibi --no-overlap --json - --hdf5"
+    files = [tmp_path / "b.h5", "--trace", tmp_path / "trace.json"]
+    data = json.loads(bench(3, *options.split(), *files).stdout)
+    assert [case["tile"] for case in data["cases"]] == ["bands"] * 2 + ["1x3"] * 2 + ["3x1"] * 2
+    for case in data["cases"][:2]:
+        assert (case["schedule"], case["route"], case["measured_as"]) == ("pieces", "direct", 1 - case["overlap"])
+        assert case["checked"]["forward"]["rows"] == 130 and "dalibi_slopes" in case["checked"]["biases"]["summary"]
+        assert all(figures["counted"] for figures in case["passes"].values())
+
+
 def test_emulated_compute_is_called_so():
     outcome = bench(
         2, "--backend", "paced:0.05", "--tile", "qring", "--schedule", "greedy", "--layout", "contiguous", "--json", "-"
@@ -212,6 +224,7 @@ def test_wrong_decoding_is_not_measured():
         (["--kv-heads", "3"], "--kv-heads is 3"),
         (["--hdf5", "/nowhere/b.h5"], "--hdf5 is '/nowhere/b.h5'"),
         (["--tile", "ring", "--route", "ring", "--wire-dtype", "float16"], "--wire-dtype is 'float16'"),
+        (["--tile", "ring", "bands", "--bias"], "--bias and --tile ring bands are given; ranks that compute pieces"),
         (["--queries", "3"], "--queries is 3; it has no meaning without --decode"),
         (["--decode", "--tile", "ring"], "--tile is ['ring']; it has no meaning with --decode"),
         (["--limits"], "--head-dim is 16; it has no meaning with --limits"),

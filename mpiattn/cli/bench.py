@@ -51,6 +51,7 @@ from ..model.space import DIRECTIONS
 from ..plots import style
 from ..plots.timeline import timeline
 from ..schedule.route import ROUTES
+from ..schedule.tile import DIVISIONS
 from ..system import host
 from ..system.atomic_file import HDF5, JSON, check_target
 from ..version import __version__
@@ -82,7 +83,8 @@ def add_arguments(parser):
         nargs="+",
         default=["auto", "ring"],
         metavar="TILE",
-        help="tiles, as for `mpiattn run`; all: every tile of these ranks and heads (default: auto ring)",
+        help="tiles, as for `mpiattn run`; all: every tile of these ranks and heads, and bands where the other options "
+        "allow it (default: auto ring)",
     )
     for name, known in (("--schedule", cost.SCHEDULES), ("--route", ROUTES)):
         parser.add_argument(
@@ -159,7 +161,14 @@ def _sweep(job, args):
         seqlens = [math.prod(args.grid)] if args.grid is not None and args.seqlen == SEQLEN else args.seqlen
         mask = options.mask_of(args)
         layouts = [options.layout_of(args, comm.size, seqlen) for seqlen in seqlens]
-        asked = cases(comm.size, seqlens, args.tile, args.schedule, args.route, args.no_overlap, planes)
+        if args.bias and not set(DIVISIONS).isdisjoint(args.tile):
+            raise ArgumentError(
+                f"--bias and --tile {' '.join(args.tile)} are given; ranks that compute pieces of the scores have no "
+                "tile of a bias"
+            )
+        # "all" are the tiles of which there are plans with these options
+        pieces = not args.bias and args.mesh_layout == "auto"
+        asked = cases(comm.size, seqlens, args.tile, args.schedule, args.route, args.no_overlap, planes, pieces)
     how = options.given(args, *options.SHAPE, *options.MASKS, *PLAN, "direction", "timeout")
     how["scale"] = how["head_dim"] ** -0.5  # that of random numbers, also where it has no default
     how |= {"layout": layouts[0], "mask": mask}
