@@ -43,7 +43,7 @@ def test_cases_of_pieces():
         asked = {"tile": ["all"], "schedule": ["auto"], "route": ["auto"]} | more
         assert {case.tile for case in cases(5, [8], **asked)[0]} == {"1x5", "5x1"}
         if "pieces" not in more:
-            with pytest.raises(ArgumentError, match="--tile is bands, whose ranks have pieces .* must be among"):
+            with pytest.raises(ArgumentError, match=r"--tile is bands, whose ranks have pieces .* must be among"):
                 cases(5, [8], **asked | {"tile": ["ring", "bands"]})
 
 

@@ -13,14 +13,14 @@ import numpy as np
 from ..schedule.bands import bands
 from ..schedule.division import needs_of, parts_of
 from ..schedule.kinds import GATHERED, IN_COLUMNS, KINDS, REDUCED
-from ..schedule.piece_steps import PORTIONS
+from ..schedule.piece_steps import LEAST, PORTIONS
 from ..schedule.ranges import total
 from ..schedule.travels import token_bytes
 from . import memory
 from .lower_bounds import ROUNDING
 from .pairs import Pairs
 from .prediction import Choice
-from .workload import balance
+from .workload import PACKING, balance
 
 PIECES = "pieces"  # the name of the schedule
 
@@ -152,10 +152,33 @@ class PassLoad:
                 nbytes += np.array(self._layouts[column].lengths) * of_token[kind] * self._groups
         return nbytes
 
+    @cached_property
+    def _blocks(self):
+        """Of every rank, the number of its launches, and of queries in all of them: both float (ranks,)."""
+        launches, queries = np.zeros(len(self.needs)), np.zeros(len(self.needs))
+        for rank, of_rank in enumerate(self.needs):
+            for need in of_rank:
+                rows, keys = total(need.queries), total(need.keys)
+                of_rows, of_keys = (max(1, min(PORTIONS, tokens // LEAST)) for tokens in (rows, keys))
+                launches[rank] += of_rows * of_keys * len(need.pieces)
+                queries[rank] += rows * of_keys
+        return launches, queries
+
+    @property
+    def _launches(self):
+        return self._blocks[0]
+
+    @property
+    def _edges(self):
+        """Queries that take the time of more keys than they see: in most blocks no mask cuts what they see."""
+        return PACKING * self._blocks[1]
+
     def seconds(self, machine, nodes, overlap):
         """Seconds of the pass of every rank, and those of them in which it waits: each float (ranks,)."""
         p, nodes = self._problem, np.asarray(nodes)
-        computing = machine.compute(p.flops_per_pair / self._groups * self.pairs, p.dtype, self._direction)
+        pairs = self.pairs + machine.edge_keys(p.dtype) * self._edges
+        computing = machine.compute(p.flops_per_pair / self._groups * pairs, p.dtype, self._direction)
+        computing += machine.launch * self._launches
         crossing = nodes[:, None] != nodes
         into, out, unhidden, merging = (np.zeros(len(nodes)) for _ in range(4))
         for kind in KINDS[self._direction]:

@@ -47,7 +47,7 @@ class Tiled(Distributed):
         if self.tile.divided:
             raise ArgumentError(
                 f"{what}, but the tile of this plan is {str(self.tile)!r}: its ranks compute pieces of the scores, and "
-                "none has a tile of a bias; make the plan with a tile AxB or HxAxB, for example tile='ring'"
+                "none has a tile of a bias; make the plan with tile='mesh', or with a tile AxB or HxAxB"
             )
 
     @property
