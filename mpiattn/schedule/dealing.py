@@ -72,8 +72,11 @@ class _Way(NamedTuple):
     most: int
 
 
-WAYS = (_Way(8, 8, 16), _Way(8, 0, 4), _Way(8, 0, 16), _Way(8, 16, 16), _Way(32, 8, 16))
-SOON = 17  # sixteenths of a rank's share: when ranks should end at first
+# Ways to deal, and when ranks should end at first, in sixteenths of a rank's share
+WAYS = ((_Way(8, 0, 16), 17), (_Way(8, 8, 8), 17), (_Way(8, 0, 4), 17), (_Way(8, 16, 16), 17), (_Way(8, 0, 16), 20))
+GAIN = 14  # sixteenths of the time that documents take as they are: what must end before is worth more messages
+STEPS = 150  # of the search, of some 20 us each, besides one for four ranks: no other way is tried after so many
+ENOUGH = 18  # sixteenths of a rank's share: what ends then is good enough
 
 
 class _Documents(NamedTuple):
@@ -148,8 +151,8 @@ class _Deal(NamedTuple):
     """A division that was tried.
 
     times: of compute, of what is received and of what is sent, int64 (3, ranks).
-    to: the rank that computes all pairs of each part's queries, of the first half of the groups and of the second: int64
-        (2, parts), -1 for those that are in `given`.
+    to: the rank that computes all pairs of each part's queries, of the first half of the groups and of the second:
+        int64 (2, parts), -1 for those that are in `given`.
     given: the other rectangles.
     """
 
@@ -193,18 +196,27 @@ def _documents(mask: Mask, groups: Sequence[Group]) -> _Documents:
     )
 
 
-def _parts(mask: Mask, groups: Sequence[Group], documents: _Documents, owned: tuple[Array, Array]) -> _Parts:
-    sides = (documents.first_row, documents.last_row), (documents.first_key, documents.last_key)
+def _owners(ranges: Sequence[Array], owned: tuple[Array, Array]) -> tuple[Array, Array, list[Array]]:
+    """The ranks that own queries or keys of rectangles, in order of rectangles and then of ranks.
+
+    ranges: first and last row, first and last key: four arrays (rectangles,), of rectangles that are not empty.
+    Returns the number of the rectangle, the rank, and what it owns, in the same four arrays.
+    """
+    sides = (ranges[0], ranges[1]), (ranges[2], ranges[3])
     first = np.minimum(*(cuts.searchsorted(start, "right") for cuts, (start, _) in zip(owned, sides))) - 1
     last = np.maximum(*(cuts.searchsorted(stop, "left") for cuts, (_, stop) in zip(owned, sides)))
-    document = np.repeat(np.arange(len(first)), last - first)
+    number = np.repeat(np.arange(len(first)), last - first)
     rank = np.repeat(first, last - first) + _counting(last - first)
     bounds = []
     for cuts, (start, stop) in zip(owned, sides):
-        begin, end = (np.clip(cuts[of], start[document], stop[document]) for of in (rank, rank + 1))
-        bounds += [begin, end]
+        for of in (rank, rank + 1):
+            bounds.append(np.minimum(np.maximum(cuts[of], start[number]), stop[number]))
     some = (bounds[0] < bounds[1]) | (bounds[2] < bounds[3])
-    document, rank, *bounds = (array[some] for array in (document, rank, *bounds))
+    return number[some], rank[some], [bound[some] for bound in bounds]
+
+
+def _parts(mask: Mask, groups: Sequence[Group], documents: _Documents, owned: tuple[Array, Array]) -> _Parts:
+    document, rank, bounds = _owners(documents[1:5], owned)
     entry = documents.entry[document]
     seen = []
     for number, group in enumerate(groups):
@@ -238,7 +250,8 @@ def _seen(
     inside = np.clip(np.minimum(end, last_key[part]) - np.maximum(begin, first_key[part]), 0, None)
     starts = np.cumsum(counts) - counts
     for found, lengths in ((pairs, end - begin), (own, inside)):
-        found[some] = np.add.reduceat(lengths.sum(axis=0), starts) * rows[some] // counts
+        mean, rest = np.divmod(np.add.reduceat(lengths.sum(axis=0), starts), counts)
+        found[some] = mean * rows[some] + rest * rows[some] // counts
     return low, high, pairs, own
 
 
@@ -263,7 +276,7 @@ class _Dealer:
         self.parts = parts = _parts(mask, groups, documents, owned)
         rows, keys = parts.last_row - parts.first_row, parts.last_key - parts.first_key
         # Python's integers: these are beyond int64
-        total = int(parts.pairs.sum()) * costs.pair + int(keys.sum()) * costs.key
+        total = sum(parts.pairs.tolist()) * costs.pair + int(keys.sum()) * costs.key
         total += int(rows.sum()) * (costs.row + costs.partial)
         self._unit = max(total * each // (self._ranks * SHARE), 1)
         self._work, self._own = self._time(parts.pairs, costs.pair), self._time(parts.own, costs.pair)
@@ -273,6 +286,7 @@ class _Dealer:
         self._end = np.append(self._start[1:], len(parts.document))
         self._of_document = np.add.reduceat(self._work, self._start) if len(self._start) else self._work
         self.share = max(int(self._work.sum()) // self._ranks, 1)
+        self.steps = 0  # of all tries
 
     def _time(self, counts: Array, cost: int) -> Array:
         """Of so many rows, keys or pairs of each group of a document."""
@@ -298,7 +312,7 @@ class _Dealer:
         rank, low, high = parts.rank[some], parts.low[some], parts.high[some]
         home = np.clip(np.minimum(high, parts.last_key[some]) - np.maximum(low, parts.first_key[some]), 0, None)
         received = self._sums(rank, high - low - home)
-        # Of each rank's keys, those that parts see are those below its last key that they see, less those below its first
+        # Of each rank's keys parts see those before its last key, less those before its first
         sent = np.diff(_past(low, cuts) - _past(high, cuts)) - self._sums(rank, home)
         return np.stack([self._sums(rank, self._work[some]), self._time(received, cost), self._time(sent, cost)])
 
@@ -482,44 +496,42 @@ class _Dealer:
         each, costs = self._each, self._costs
         order = np.argsort(-tiles.work, kind="stable")
         tiles = _Tiles(*(array[order] for array in tiles))
-        q = _inside(tiles.first_row, tiles.last_row, self._owned[0])
-        k = _inside(tiles.first_key, tiles.last_key, self._owned[1])
-        back = self._time(q, costs.partial)
-        send = self._time(q, costs.row) + self._time(k, costs.key)
+        if not len(order):
+            return NOTHING
+        number, owner, (first_row, last_row, first_key, last_key) = _owners(tiles[1:5], self._owned)
+        rows, keys = last_row - first_row, last_key - first_key
+        back, send = self._time(rows, costs.partial), self._time(rows, costs.row) + self._time(keys, costs.key)
         # Owners send all and get all results back, but for what they compute themselves
-        times[1] += back.sum(axis=0)
-        times[2] += send.sum(axis=0)
-        added = np.empty((len(q), *times.shape), np.int64)  # by a group, to a rank that takes it
-        added[:, 0] = (tiles.work // each)[:, None]
-        added[:, 1] = (send.sum(axis=1)[:, None] - send - back) // each
-        added[:, 2] = (back.sum(axis=1)[:, None] - back - send) // each
-        at_least = np.maximum(added, 1)
-        free = added <= 0
-        owner = send > 0
-        taken: list[tuple[int, Array, Array]] = []
-        for number, of_tile in enumerate(added):
-            left = each
+        times[1] += self._sums(owner, back)
+        times[2] += self._sums(owner, send)
+        starts = number.searchsorted(np.arange(len(order)))
+        ends = np.append(starts[1:], len(number))
+        # What a group adds to a rank that takes it, as a rule and to an owner: (3, tiles) and (3, owners)
+        others = np.stack([tiles.work, np.add.reduceat(send, starts), np.add.reduceat(back, starts)])
+        owners = others[:, number]
+        owners[1:] -= send + back
+        others, owners = others // each, owners // each
+        taken: list[tuple[Array, Array]] = []
+        counts = []
+        for of_others, start, end in zip(others.T, starts.tolist(), ends.tolist()):
+            at, of_owners = owner[start:end], owners[:, start:end]
+            left, found = each, len(taken)
             while left:
-                room = (target - times) // at_least[number]
-                room[free[number]] = left
-                groups = np.clip(room.min(axis=0), 0, left)
-                # Owners first, then those with most room
-                ranks = np.argsort(-groups - left * (owner[number] & (groups > 0)), kind="stable")
-                before = np.cumsum(groups[ranks])
-                ranks = ranks[: int(before.searchsorted(left)) + 1]
-                groups = groups[ranks]
-                groups[-1] -= max(int(groups.sum()) - left, 0)
-                ranks, groups = ranks[groups > 0], groups[groups > 0]
-                times[:, ranks] += of_tile[:, ranks] * groups
-                taken.append((number, ranks, groups))
+                self.steps += 1
+                ranks, groups = _takers(_room(target - times, of_others, at, of_owners), at, left)
+                given = np.zeros(self._ranks, np.int64)
+                given[ranks] = groups
+                times += of_others[:, None] * given
+                times[:, at] += (of_owners - of_others[:, None]) * given[at]
+                taken.append((ranks, groups))
                 left -= int(groups.sum())
                 if left:
-                    first = int((times + of_tile).max(axis=0).min())
-                    target = max(target + self.share // 32, first)
-        if not taken:
-            return NOTHING
-        at = np.repeat([number for number, _, _ in taken], [len(ranks) for _, ranks, _ in taken])
-        rank, heads = (np.concatenate(arrays) for arrays in zip(*(of_tile[1:] for of_tile in taken)))
+                    later = times + of_others[:, None]
+                    later[:, at] = times[:, at] + of_owners
+                    target = max(target + self.share // 32, int(later.max(axis=0).min()))
+            counts.append(sum(len(ranks) for ranks, _ in taken[found:]))
+        rank, heads = (np.concatenate(arrays) for arrays in zip(*taken))
+        at = np.repeat(np.arange(len(order)), counts)
         # Each tile's groups are taken in order
         group = self.documents.entry[tiles.document[at]] * each + np.cumsum(heads) - heads - at * each
         first_row, last_row, first_key, last_key = (bound[at] for bound in tiles[1:5])
@@ -568,10 +580,38 @@ class _Dealer:
         return _Given(*(array[joined.rank >= 0] for array in joined))
 
 
-def _inside(first: Array, last: Array, cuts: Array) -> Array:
-    """How many positions of each range lie between each two cuts: (ranges, cuts - 1)."""
-    bounds = np.clip(cuts, first[:, None], last[:, None])
-    return bounds[:, 1:] - bounds[:, :-1]
+def _room(slack: Array, of_others: Array, at: Array, of_owners: Array) -> Array:
+    """How many groups of a tile each rank can take, int64 (ranks,): `FAR` where they take no time.
+
+    slack: time that is left, (3, ranks).
+    of_others, of_owners: that a group takes, (3,) of most ranks and (3, owners) of the ranks `at`.
+    """
+    room = np.full(slack.shape[1], FAR)
+    for of_kind, added in zip(slack, of_others.tolist()):
+        if added > 0:
+            room = np.minimum(room, of_kind // added)
+    own = slack[:, at] // np.maximum(of_owners, 1)
+    own[of_owners <= 0] = FAR
+    room[at] = own.min(axis=0)
+    return np.maximum(room, 0)
+
+
+def _takers(room: Array, at: Array, groups: int) -> tuple[Array, Array]:
+    """The ranks that take some of these groups, and how many: owners first, then those with most room.
+
+    room: of `_room`.  at: the owners.
+    """
+    room = np.minimum(room, groups)
+    # Short integers are sorted sooner
+    key = -room if groups >= 2**14 else (-room).astype(np.int16)
+    key[at] -= np.where(room[at] > 0, groups, 0)
+    ranks = key.argsort(kind="stable")
+    total = room[ranks].cumsum()
+    ranks = ranks[: int(total.searchsorted(groups)) + 1]
+    taken = room[ranks]
+    taken[-1] -= max(int(total[len(ranks) - 1]) - groups, 0)
+    some = taken > 0
+    return ranks[some], taken[some]
 
 
 def _past(positions: Array, cuts: Array) -> Array:
@@ -580,6 +620,25 @@ def _past(positions: Array, cuts: Array) -> Array:
     before = positions.searchsorted(cuts)
     sums = np.append(0, np.cumsum(positions))
     return cuts * before - sums[before]
+
+
+def _best(dealer: _Dealer) -> _Deal:
+    """Of the ways to deal, the one whose last rank ends first, or the first that is good enough.
+
+    As it is wins where others are hardly better: it has fewer messages.
+    """
+    as_it_is = found = dealer.as_it_is()
+    steps = STEPS + (len(as_it_is.times[0]) >> 2)
+    placed: dict[int, tuple[Flags, _Deal]] = {}
+    for way, target in WAYS:
+        if found.end * 16 <= dealer.share * ENOUGH or dealer.steps > steps:
+            break
+        if way.whole not in placed:
+            placed[way.whole] = dealer.short(way.whole)
+        deal = dealer.tried(way, dealer.share * target // 16, *placed[way.whole])
+        if deal.end < found.end:
+            found = deal
+    return found if found.end * 16 < as_it_is.end * GAIN else as_it_is
 
 
 def dealt(
@@ -596,17 +655,4 @@ def dealt(
     costs: of a group.
     """
     dealer = _Dealer(mask, documents, sequences * kv_heads // len(documents), owned, costs)
-    return dealer.division(best(dealer))
-
-
-def best(dealer: _Dealer) -> _Deal:
-    """Of the ways to deal, the one whose last rank ends first."""
-    found = dealer.as_it_is()
-    placed: dict[int, tuple[Flags, _Deal]] = {}
-    for way in WAYS:
-        if way.whole not in placed:
-            placed[way.whole] = dealer.short(way.whole)
-        deal = dealer.tried(way, dealer.share * SOON // 16, *placed[way.whole])
-        if deal.end < found.end:
-            found = deal
-    return found
+    return dealer.division(_best(dealer))
