@@ -11,7 +11,7 @@ import pytest
 from mpiattn import masks
 from mpiattn.problem.group import Group
 from mpiattn.problem.mask import Mask
-from mpiattn.schedule.dealing import Costs, dealt
+from mpiattn.schedule.dealing import WAYS, Costs, Dealer, dealt
 
 RANKS, CHUNK, HEADS, DIM = 64, 8192, 32, 128
 
@@ -94,12 +94,25 @@ def assert_exact(division, mask, documents, sequences, kv_heads):
 @pytest.mark.parametrize("seed", range(8))
 def test_each_visible_pair_is_in_one_piece(seed):
     rng = random.Random(seed)
-    for _ in range(15):
+    for _ in range(12):
         mask, documents, sequences, kv_heads, owned, costs = drawn(rng)
         division = dealt(mask, documents, sequences, kv_heads, owned, costs)
         assert len(division) == len(owned[0]) - 1
         assert_exact(division, mask, documents, sequences, kv_heads)
         assert division == dealt(mask, documents, sequences, kv_heads, owned, costs)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_each_visible_pair_is_in_one_piece_in_every_way(seed):
+    """Also in those that do not win."""
+    rng = random.Random(seed)
+    for _ in range(5):
+        mask, documents, sequences, kv_heads, owned, costs = drawn(rng)
+        dealer = Dealer(mask, documents, sequences * kv_heads // len(documents), owned, costs)
+        short, before = dealer.short()
+        for way in WAYS:
+            division = dealer.division(dealer.tried(way, short, before))
+            assert_exact(division, mask, documents, sequences, kv_heads)
 
 
 def lengths(draw, tokens=RANKS * CHUNK):

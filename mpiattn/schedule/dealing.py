@@ -59,22 +59,22 @@ class Costs(NamedTuple):
     key: int
 
 
-class _Way(NamedTuple):
-    """A way to deal, in sixteenths.
+class Way(NamedTuple):
+    """A way to deal long documents, in sixteenths.
 
-    whole: of a rank's share of the work, the most that a short document has.
-    keep: of that share, the most that one of the first parts of a long document has that stays with its owner.
-    most: of the time in which ranks should end, the most that a tile takes.
+    keep: of a rank's share of the work, the most that one of a document's first parts has that stays with its owner.
+    most: of the time in which ranks should end, the most that a group of a document takes without being cut.
+    soon: of a rank's share, when ranks should end at first.
     """
 
-    whole: int
     keep: int
     most: int
+    soon: int
 
 
-# Ways to deal, and when ranks should end at first, in sixteenths of a rank's share
-WAYS = ((_Way(8, 0, 16), 17), (_Way(8, 8, 8), 17), (_Way(8, 0, 4), 17), (_Way(8, 16, 16), 17), (_Way(8, 0, 16), 20))
-GAIN = 14  # sixteenths of the time that documents take as they are: what must end before is worth more messages
+WAYS = (Way(0, 16, 17), Way(8, 8, 17), Way(0, 4, 17), Way(16, 16, 17), Way(0, 16, 20))
+WHOLE = 8  # sixteenths of a rank's share: the most work of a short document
+GAIN = 14  # sixteenths of the time that documents take as they are: what ends before is worth more messages
 STEPS = 150  # of the search, of some 20 us each, besides one for four ranks: no other way is tried after so many
 ENOUGH = 18  # sixteenths of a rank's share: what ends then is good enough
 
@@ -147,7 +147,7 @@ class _Given(NamedTuple):
     last_key: Array
 
 
-class _Deal(NamedTuple):
+class Deal(NamedTuple):
     """A division that was tried.
 
     times: of compute, of what is received and of what is sent, int64 (3, ranks).
@@ -262,7 +262,7 @@ def _shape(mask: Mask, count: int, row_cost: int, key_cost: int) -> Array:
     return np.array(pieces, np.int64).reshape(-1, 4).T
 
 
-class _Dealer:
+class Dealer:
     """What is known of a call, and ways to deal its documents.
 
     Times are integers, in a unit of which the mean of all ranks' has fewer than `SHARE`.
@@ -301,10 +301,10 @@ class _Dealer:
         np.add.at(sums, rank, values)
         return sums
 
-    def as_it_is(self) -> _Deal:
+    def as_it_is(self) -> Deal:
         """Each rank computes the queries that it owns."""
         everything = np.ones(len(self.parts.rank), bool)
-        return _Deal(self._kept(everything), np.stack([self.parts.rank] * 2), NOTHING)
+        return Deal(self._kept(everything), np.stack([self.parts.rank] * 2), NOTHING)
 
     def _kept(self, some: Flags) -> Array:
         """Times of some parts, whose queries stay with their owners."""
@@ -316,15 +316,15 @@ class _Dealer:
         sent = np.diff(_past(low, cuts) - _past(high, cuts)) - self._sums(rank, home)
         return np.stack([self._sums(rank, self._work[some]), self._time(received, cost), self._time(sent, cost)])
 
-    def short(self, whole: int) -> tuple[Flags, _Deal]:
-        """Which documents are short, and these dealt.  whole: of a `_Way`."""
+    def short(self) -> tuple[Flags, Deal]:
+        """Which documents are short, and these dealt."""
         parts, owners = self.parts, self._end - self._start
-        short = (self._of_document * 16 <= self.share * whole) & (owners <= FEW)
+        short = (self._of_document * 16 <= self.share * WHOLE) & (owners <= FEW)
         short |= (self._of_document <= self.share) & (owners == 1)
         times = self._kept((short & (owners == 1))[parts.document])
         to = np.stack([np.where(short[parts.document], parts.rank, -1)] * 2)
         self._place(np.flatnonzero(short & (owners > 1)), times, to)
-        return short, _Deal(times, to, NOTHING)
+        return short, Deal(times, to, NOTHING)
 
     def _place(self, documents: Array, times: Array, to: Array) -> None:
         """Add documents of several owners to `times` and `to`: those of the owners' choices that end first."""
@@ -377,13 +377,14 @@ class _Dealer:
             choice[~some[:, owner], 0, 0] = FAR >> 24
         return found
 
-    def tried(self, way: _Way, target: int, short: Flags, before: _Deal) -> _Deal:
-        """The documents that are not short, dealt so that ranks end at `target` where they can.
+    def tried(self, way: Way, short: Flags, before: Deal) -> Deal:
+        """The documents that are not short, dealt in some way.
 
         short, before: of `short`.
         """
         parts, documents = self.parts, self.documents
         times, to = before.times.copy(), before.to.copy()
+        target = self.share * way.soon // 16
         most = max(target * way.most // 16, 1)
         count = -(-self._of_document // (self._each * most))
         uncut = ~short & (count <= 1)
@@ -413,9 +414,9 @@ class _Dealer:
             cores.append(self._cut(document, int(count[document])))
         tiles = self._trimmed(_Tiles(*map(np.concatenate, zip(*cores))))
         filled = self._filled(tiles, times, target)
-        return _Deal(times, to, _Given(*map(np.concatenate, zip(given, filled))))
+        return Deal(times, to, _Given(*map(np.concatenate, zip(given, filled))))
 
-    def _at_home(self, uncut: Flags, way: _Way) -> tuple[Flags, Array]:
+    def _at_home(self, uncut: Flags, way: Way) -> tuple[Flags, Array]:
         """What stays with its owners of documents that are not cut into tiles.
 
         Of the parts: whether the owner computes all pairs of its queries, and the numbers of those of which it computes
@@ -426,14 +427,14 @@ class _Dealer:
         large = self._work * 16 > self.share * way.keep
         # The first part of a document needs no keys of others, where the mask is causal
         alone = (parts.low >= parts.first_key) & (parts.high <= parts.last_key)
-        large &= ~alone | (self._work * 16 > self.share * way.whole)
+        large &= ~alone | (self._work * 16 > self.share * WHOLE)
         before = np.cumsum(large)
         home = several[parts.document] & (before == (before - large)[self._start][parts.document])
         last = self._end[several] - 1
         high = parts.high.copy()
         high[last] = 0
         above = np.maximum.reduceat(high, self._start)[several] if len(high) else last
-        apart = (above <= parts.first_key[last]) & (self._own[last] * 16 <= self.share * way.whole) & ~home[last]
+        apart = (above <= parts.first_key[last]) & (self._own[last] * 16 <= self.share * WHOLE) & ~home[last]
         apart &= (parts.first_row[last] < parts.last_row[last]) & (parts.first_key[last] < parts.last_key[last])
         return home, last[apart]
 
@@ -537,7 +538,7 @@ class _Dealer:
         first_row, last_row, first_key, last_key = (bound[at] for bound in tiles[1:5])
         return _Given(rank, group, heads, first_row, last_row, first_key, last_key)
 
-    def division(self, deal: _Deal) -> Division:
+    def division(self, deal: Deal) -> Division:
         """The division."""
         half = self._each // 2
         # Where both halves go the same way, they are one
@@ -622,22 +623,22 @@ def _past(positions: Array, cuts: Array) -> Array:
     return cuts * before - sums[before]
 
 
-def _best(dealer: _Dealer) -> _Deal:
+def _best(dealer: Dealer) -> Deal:
     """Of the ways to deal, the one whose last rank ends first, or the first that is good enough.
 
     As it is wins where others are hardly better: it has fewer messages.
     """
     as_it_is = found = dealer.as_it_is()
     steps = STEPS + (len(as_it_is.times[0]) >> 2)
-    placed: dict[int, tuple[Flags, _Deal]] = {}
-    for way, target in WAYS:
-        if found.end * 16 <= dealer.share * ENOUGH or dealer.steps > steps:
-            break
-        if way.whole not in placed:
-            placed[way.whole] = dealer.short(way.whole)
-        deal = dealer.tried(way, dealer.share * target // 16, *placed[way.whole])
+    if found.end * 16 <= dealer.share * ENOUGH:
+        return found
+    short, before = dealer.short()
+    for way in WAYS:
+        deal = dealer.tried(way, short, before)
         if deal.end < found.end:
             found = deal
+        if found.end * 16 <= dealer.share * ENOUGH or dealer.steps > steps:
+            break
     return found if found.end * 16 < as_it_is.end * GAIN else as_it_is
 
 
@@ -654,5 +655,5 @@ def dealt(
     owned: the first query of each rank's consecutive ones and the end of the last's, int64 (ranks + 1,), and of keys.
     costs: of a group.
     """
-    dealer = _Dealer(mask, documents, sequences * kv_heads // len(documents), owned, costs)
+    dealer = Dealer(mask, documents, sequences * kv_heads // len(documents), owned, costs)
     return dealer.division(_best(dealer))
