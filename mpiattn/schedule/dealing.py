@@ -75,7 +75,7 @@ class Way(NamedTuple):
 WAYS = (Way(0, 16, 17), Way(8, 8, 17), Way(0, 4, 17), Way(16, 16, 17), Way(0, 16, 20))
 WHOLE = 8  # sixteenths of a rank's share: the most work of a short document
 GAIN = 14  # sixteenths of the time that documents take as they are: what ends before is worth more messages
-STEPS = 150  # of the search, of some 20 us each, besides one for four ranks: no other way is tried after so many
+STEPS = 120  # of the search, of some 20 us each, besides one for four ranks: no other way is tried after so many
 ENOUGH = 18  # sixteenths of a rank's share: what ends then is good enough
 
 
@@ -377,8 +377,8 @@ class Dealer:
             choice[~some[:, owner], 0, 0] = FAR >> 24
         return found
 
-    def tried(self, way: Way, short: Flags, before: Deal) -> Deal:
-        """The documents that are not short, dealt in some way.
+    def tried(self, way: Way, short: Flags, before: Deal, limit: int = FAR) -> Deal | None:
+        """The documents that are not short, dealt in some way; None if the last rank would end after `limit`.
 
         short, before: of `short`.
         """
@@ -413,7 +413,9 @@ class Dealer:
         for document in np.flatnonzero(~short & (count > 1)).tolist():
             cores.append(self._cut(document, int(count[document])))
         tiles = self._trimmed(_Tiles(*map(np.concatenate, zip(*cores))))
-        filled = self._filled(tiles, times, target)
+        filled = self._filled(tiles, times, target, limit)
+        if filled is None:
+            return None
         return Deal(times, to, _Given(*map(np.concatenate, zip(given, filled))))
 
     def _at_home(self, uncut: Flags, way: Way) -> tuple[Flags, Array]:
@@ -492,8 +494,8 @@ class Dealer:
         some = (first_row < last_row) & (first_key < last_key)
         return _Tiles(*(array[some] for array in (at, first_row, last_row, first_key, last_key, work)))
 
-    def _filled(self, tiles: _Tiles, times: Array, target: int) -> _Given:
-        """Give groups of tiles to ranks, and add them to `times`."""
+    def _filled(self, tiles: _Tiles, times: Array, target: int, limit: int) -> _Given | None:
+        """Give groups of tiles to ranks, and add them to `times`; None as of `tried`."""
         each, costs = self._each, self._costs
         order = np.argsort(-tiles.work, kind="stable")
         tiles = _Tiles(*(array[order] for array in tiles))
@@ -529,7 +531,10 @@ class Dealer:
                 if left:
                     later = times + of_others[:, None]
                     later[:, at] = times[:, at] + of_owners
-                    target = max(target + self.share // 32, int(later.max(axis=0).min()))
+                    soonest = int(later.max(axis=0).min())
+                    if soonest > limit:
+                        return None
+                    target = max(min(target + self.share // 32, limit), soonest)
             counts.append(sum(len(ranks) for ranks, _ in taken[found:]))
         rank, heads = (np.concatenate(arrays) for arrays in zip(*taken))
         at = np.repeat(np.arange(len(order)), counts)
@@ -634,8 +639,8 @@ def _best(dealer: Dealer) -> Deal:
         return found
     short, before = dealer.short()
     for way in WAYS:
-        deal = dealer.tried(way, short, before)
-        if deal.end < found.end:
+        deal = dealer.tried(way, short, before, found.end)
+        if deal and deal.end < found.end:
             found = deal
         if found.end * 16 <= dealer.share * ENOUGH or dealer.steps > steps:
             break
