@@ -95,7 +95,7 @@ def test_names():
     ],
 )
 def test_what_is_refused(wrong):
-    tiles = "1x6, 2x3, 3x2, 6x1, HxAxB with H * A * B = 6, ulysses, ring, qring, bands, mesh or auto"
+    tiles = "1x6, 2x3, 3x2, 6x1, HxAxB with H * A * B = 6, ulysses, ring, qring, bands, dealt, mesh or auto"
     may_be = f"for 6 ranks it may be {tiles}"
     with pytest.raises(ArgumentError, match=f"^tile is .*{re.escape(may_be)}$"):
         parse_tile(wrong, 6)

@@ -10,12 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..problem.group import Group
 from ..schedule.bands import bands
+from ..schedule.dealing import Costs, dealt
 from ..schedule.division import needs_of, parts_of
-from ..schedule.kinds import GATHERED, IN_COLUMNS, KINDS, REDUCED
+from ..schedule.kinds import GATHERED, IN_COLUMNS, KINDS
 from ..schedule.piece_steps import LEAST, PORTIONS
 from ..schedule.ranges import total
-from ..schedule.travels import token_bytes
+from ..schedule.travels import size_of, token_bytes
 from . import memory
 from .lower_bounds import ROUNDING
 from .pairs import Pairs
@@ -41,19 +43,38 @@ def group_bytes(problem, direction):
     return GroupBytes(*of_sides)
 
 
-def divide(tile, problem, mask, layouts, direction):
+def divide(tile, problem, mask, layouts, direction, documents=None, machine=None):
     """The division of a `Divided` tile for a pass.
 
     mask: what queries are expected to see.  layouts: of the ranks' queries and keys.
+    documents: of a call, or None.  machine: by whose times they are dealt.
     """
     if not (mask.seqlen and mask.seqlen_k):
         return ((),) * tile.ranks
     each = group_bytes(problem, direction)
     groups = problem.batch * problem.kv_heads
     owned = tuple(map(_in_a_row, layouts))
+    if tile.kind == "dealt" and documents is not None and all(cuts is not None for cuts in owned):
+        costs = _costs(problem, machine, direction)
+        return dealt(problem.whole_mask, documents, problem.batch, problem.kv_heads, owned, costs)
     return bands(
         mask, tile.ranks, groups, each.row, each.key, owned if all(cuts is not None for cuts in owned) else None
     )
+
+
+def _costs(problem, machine, direction):
+    """What `dealt` goes by, in femtoseconds.
+
+    Of links between nodes, where there are any: documents that fit on a node seldom have to leave it.
+    """
+    groups = problem.batch * problem.kv_heads
+    rate = min(machine.inside.bandwidth, machine.between.bandwidth)
+    moving = {kind: nbytes / groups / rate for kind, nbytes in token_bytes(problem, direction).items()}
+    row = sum(seconds for kind, seconds in moving.items() if kind not in IN_COLUMNS and kind in GATHERED)
+    partial = sum(seconds for kind, seconds in moving.items() if kind not in IN_COLUMNS and kind not in GATHERED)
+    key = sum(seconds for kind, seconds in moving.items() if kind in IN_COLUMNS)
+    pair = float(machine.compute(problem.flops_per_pair / groups, problem.dtype, direction))
+    return Costs(*(max(1, round(seconds * 1e15)) for seconds in (pair, row, partial, key)))
 
 
 def _in_a_row(layout):
@@ -103,15 +124,38 @@ def pairs_of(division, mask):
     return pairs
 
 
+def buffer_bytes(problem, needs, layouts, direction):
+    """Bytes of a plan's buffers for a pass, of every rank, at least: int64 (ranks,).
+
+    needs: of every rank.  layouts: of the ranks' queries and keys.
+    """
+    groups = problem.batch * problem.kv_heads
+    counts = [
+        np.array([sum(total(need.of(column)) for need in of_rank) for of_rank in needs], np.int64)
+        for column in (False, True)
+    ]
+    nbytes = np.zeros(len(needs), np.int64)
+    for kind in KINDS[direction].values():
+        of_token = size_of(array.held(problem) for array in kind.arrays_of(problem)) // groups
+        nbytes += counts[kind.column] * of_token
+        if kind.reduced:
+            nbytes += np.array(layouts[kind.column].lengths) * of_token * groups
+    return nbytes
+
+
 class PassLoad:
     """What every rank computes, sends and receives in a pass.
 
     tile: a `Divided` tile.  layouts: of the ranks' queries and keys.  mask: what queries see.
     """
 
-    def __init__(self, tile, problem, mask, layouts, direction):
+    def __init__(self, tile, problem, mask, layouts, direction, machine):
         self._problem, self._layouts, self._direction = problem, layouts, direction
-        self.division = divide(tile, problem, mask, layouts, direction)
+        documents = None
+        if mask.cuts is not None:
+            cuts = np.array(mask.cuts)
+            documents = (Group(cuts, cuts),)
+        self.division = divide(tile, problem, mask, layouts, direction, documents, machine)
         self.needs = needs_of(self.division, mask, problem.kv_heads)
         self.pairs = pairs_of(self.division, mask)
         self._groups = problem.batch * problem.kv_heads
@@ -134,23 +178,8 @@ class PassLoad:
         return {kind: float(self.moved(kind).sum()) / ranks for kind in KINDS[self._direction]}
 
     def buffer_bytes(self):
-        """Bytes of a plan's buffers for the pass, of every rank, at least: int64 (ranks,)."""
-        p, kinds = self._problem, KINDS[self._direction]
-        of_token = {
-            kind: sum(memory.size_of([array.held(p)]) for array in kinds[kind].arrays_of(p)) // self._groups
-            for kind in kinds
-        }
-        counts = [
-            np.array([sum(total(need.of(column)) for need in of_rank) for of_rank in self.needs], np.int64)
-            for column in (False, True)
-        ]
-        nbytes = np.zeros(len(self.needs), np.int64)
-        for kind in kinds:
-            column = kind in IN_COLUMNS
-            nbytes += counts[column] * of_token[kind]
-            if kind in REDUCED[self._direction]:
-                nbytes += np.array(self._layouts[column].lengths) * of_token[kind] * self._groups
-        return nbytes
+        """`buffer_bytes` of the pass."""
+        return buffer_bytes(self._problem, self.needs, self._layouts, self._direction)
 
     @cached_property
     def _blocks(self):
@@ -218,7 +247,10 @@ class DividedCase:
     @cached_property
     def _loads(self):
         space = self._space
-        return [PassLoad(self.tile, space.problem, space.mask, self._pair, direction) for direction in space.passes]
+        return [
+            PassLoad(self.tile, space.problem, space.mask, self._pair, direction, space.machine)
+            for direction in space.passes
+        ]
 
     def computing(self):
         """A lower bound on the seconds, of computing alone."""

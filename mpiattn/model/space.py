@@ -175,7 +175,8 @@ class SearchSpace:
         tiles: list[Tile] = every_tile(self.ranks, p.heads, p.kv_heads, p.batch)
         free = self.schedules == SCHEDULES and self.mesh_layout == "auto" and not passed_on(self.route)
         if free and not self.meshes and self.ranks > 1:
-            tiles = [*tiles, *(divided(kind, self.ranks) for kind in DIVISIONS)]
+            documents = self.mask is not None and self.mask.cuts is not None
+            tiles = [*tiles, *(divided(kind, self.ranks) for kind in DIVISIONS if documents or kind != "dealt")]
         return tiles
 
     @property

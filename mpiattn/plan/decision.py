@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..model import cost, planes
-from ..model.divided import PIECES, PassLoad, divide, group_bytes
+from ..model.divided import PIECES, PassLoad, buffer_bytes, divide, group_bytes
 from ..model.machine import Machine
 from ..model.prediction import Choice
 from ..model.simulate import simulate
@@ -44,6 +44,7 @@ class Decision:
     fastest_seconds: predicted, of the best choice without a memory limit, or of this choice if that is shorter.
     mask: what queries were expected to see.
     longest_seconds: predicted, of a call without documents, or of one with those expected if that is longer.
+    max_memory: bytes that a rank may need, or None.
     """
 
     problem: Problem
@@ -55,6 +56,7 @@ class Decision:
     overlap: bool
     mask: Mask
     longest_seconds: float
+    max_memory: int | None = None
 
     @functools.cached_property
     def plane(self) -> Decision:
@@ -135,8 +137,16 @@ class Decision:
         return Remembered(lambda direction: self._needs_of(direction, self.activity))
 
     def _needs_of(self, direction: str, activity: Activity) -> tuple[tuple[Need, ...], ...]:
-        division = divide(self.choice.tile, self.problem, self.mask, self.layouts, direction)
-        return needs_of(division, activity.mask, self.problem.kv_heads, activity.documents)
+        parts = self.choice.tile, self.problem, self.mask, self.layouts, direction
+        documents, kv_heads = activity.documents, self.problem.kv_heads
+        needs = needs_of(divide(*parts, documents, self.machine), activity.mask, kv_heads, documents)
+        if documents is None or self.max_memory is None:
+            return needs
+        nbytes = buffer_bytes(self.problem, needs, self.layouts, direction)
+        # What was foreseen for the plan has room for the division of calls without documents
+        if nbytes.max() > self.max_memory:
+            needs = needs_of(divide(*parts), activity.mask, kv_heads, documents)
+        return needs
 
     def rank_pieces(self, direction: str, rank: int, activity: Activity) -> RankPieces:
         """What a rank of a divided plan does in the passes of a direction of a call."""
@@ -213,7 +223,7 @@ class Decision:
     def _predicted_of_pieces(self, direction: str) -> Timeline:
         """As `predicted`, of a divided plan: one step."""
         tile = self.choice.tile
-        load = PassLoad(tile, self.problem, self.mask, self.layouts, direction)
+        load = PassLoad(tile, self.problem, self.mask, self.layouts, direction, self.machine)
         seconds, waiting = load.seconds(self.machine, self.nodes, self.overlap)
         step = StepTimes(np.zeros_like(seconds), seconds - waiting, seconds)
         return Timeline(direction, (step,), (), float(seconds.max(initial=0)))

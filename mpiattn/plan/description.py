@@ -235,6 +235,26 @@ class Described:
             raise wrong
         return self._activity_of(DocumentArguments(**of_documents, padding=padding))
 
+    def prepare(self, *, padding: bool = False, **of_documents: PerDocument) -> None:
+        """Decide how ranks divide the work of calls with some documents, ahead of these calls; not collective.
+
+        A call does it itself where it was not done: with the tile "dealt" it takes some milliseconds.  All ranks come
+        to the same division.
+
+        Parameters
+        ----------
+        padding : bool, default False
+            As in `forward`.
+        **of_documents
+            As in `activity_of`.
+
+        Raises
+        ------
+        ArgumentError
+            On this rank only: the documents are invalid.
+        """
+        self._passes.make_steps(self.activity_of(padding=padding, **of_documents))
+
     def _activity_of(self, documents: DocumentArguments) -> Activity:
         """As `activity_of`."""
         if documents.none:

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from ..backends.base import Array, Backend
     from ..comm.exchange import Exchange
     from ..comm.mesh import Mesh
+    from ..engine.call_cache import AlikeCalls
     from ..engine.record import Pass
     from ..schedule.needed import Activity
+    from ..schedule.piece_steps import PieceSteps
     from .call_biases import CallBiases
     from .decision import Decision
 
@@ -102,11 +104,19 @@ class PiecePasses:
             delta = self._copies("delta", (p.batch, self.tokens[0], p.heads), p.partial_dtype)
             sources["delta"] = delta.transpose(0, 2, 1)
         calls = self.call_cache.alike(activity)
-        steps = calls.piece_steps(
-            direction, lambda: self._decision.piece_steps(direction, self.mesh.chunk, calls.activity)
-        )
-        executor.prepare(calls, steps, sources)
+        executor.prepare(calls, self._steps(direction, calls), sources)
         return PreparedPieces(executor, sources, results, biases)
+
+    def make_steps(self, activity: Activity) -> None:
+        """Make the steps of calls with an activity, of all passes so far."""
+        calls = self.call_cache.alike(activity)
+        for direction in self.executors:
+            self._steps(direction, calls)
+
+    def _steps(self, direction: str, calls: AlikeCalls) -> PieceSteps:
+        """The steps of a pass, made once."""
+        chunk = self.mesh.chunk
+        return calls.piece_steps(direction, lambda: self._decision.piece_steps(direction, chunk, calls.activity))
 
     def run(self, prepared: Any, sinks: Array | None, progress: Callable[[float], object] | None) -> Array | None:
         """Run a pass into its results; returns this rank's part of dsinks if it is a backward pass with sinks.

@@ -109,6 +109,12 @@ class RankPasses:
         executor.prepare(self.call_cache.alike(activity), accumulators, biases is not None)
         return Prepared(executor, self._way.prepare(direction, arrays), accumulators, results, biases)
 
+    def make_steps(self, activity: Activity) -> None:
+        """Make the steps of calls with an activity, of all passes so far."""
+        calls = self.call_cache.alike(activity)
+        for executor in self.executors.values():
+            calls.steps(executor.schedule, self.mesh.chunk)
+
     def run(self, prepared: Any, sinks: Array | None, progress: Callable[[float], object] | None) -> Array | None:
         """Run a pass into its results; returns this rank's part of dsinks if it is a backward pass with sinks.
 

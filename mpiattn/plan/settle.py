@@ -12,7 +12,7 @@ from ..arguments.keywords import for_record
 from ..comm.agreement import agreement, from_rank_0
 from ..comm.transport import make_backend
 from ..model import search
-from ..model.space import SearchSpace, allowed_schedules
+from ..model.space import SearchSpace, allowed_schedules, memory_limit
 from ..model.tuned import machine_for
 from ..problem.documents import expected_cuts
 from ..problem.problem import Problem, check_scale_given
@@ -106,7 +106,9 @@ def _choose(
     longest = best.seconds
     if mask != problem.whole_mask:  # any call may have other documents, or none
         longest = max(longest, search.without_documents(space, best))
-    return Decision(problem, best, machine, order, nodes, fastest, checked.overlap, mask, longest)
+    return Decision(
+        problem, best, machine, order, nodes, fastest, checked.overlap, mask, longest, memory_limit(checked.max_memory)
+    )
 
 
 def space_of(

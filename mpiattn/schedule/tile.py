@@ -96,7 +96,7 @@ class Divided(Tile):
     """A division of the scores into pieces: each rank computes some, of any KV heads, queries and keys.
 
     Its communicator is that of the tile 1xN.
-    kind: "bands", the name of the construction.
+    kind: "bands", or "dealt": as bands, but the documents of each call are dealt to ranks anew.
     """
 
     kind: str
@@ -123,7 +123,7 @@ def divided(kind: str, ranks: int) -> Divided:
     return Divided(1, 1, ranks, kind)
 
 
-DIVISIONS = ("bands",)
+DIVISIONS = ("bands", "dealt")
 MESH = "mesh"  # in place of a tile, the fastest of them but divisions
 
 
@@ -137,7 +137,7 @@ def parse_tile(tile: Any, ranks: int) -> Tile | None:
     """The Tile from "AxB", "HxAxB", a name, numbers or a Tile; None for "auto" and "mesh".  Raises ArgumentError."""
     may_be = (
         f"for {number(ranks, 'rank')} it may be {', '.join(map(str, tiles(ranks)))}, HxAxB with H * A * B = "
-        f"{ranks}, ulysses, ring, qring, bands, mesh or auto"
+        f"{ranks}, ulysses, ring, qring, bands, dealt, mesh or auto"
     )
     named = {
         "auto": None,

@@ -138,7 +138,7 @@ def draw_case(seed, index, size):
     if rng.random() < 0.4:
         plan["tile"] = rng.choice(every_tile(ranks, plan["heads"], plan["kv_heads"], batch))
     if rng.random() < 0.3:  # pieces have neither of the three
-        plan |= {"tile": "bands", "mesh_layout": "auto", "schedule": "auto", "route": "direct"}
+        plan |= {"tile": rng.choice(["bands", "dealt"]), "mesh_layout": "auto", "schedule": "auto", "route": "direct"}
     causal = plan["causal"] or plan["prefix"] > 0 or plan["causal_block"] is not None
     members, call = rng.sample(range(size), ranks), draw_call(rng, batch, seqlen, seqlen_k, causal)
     if (

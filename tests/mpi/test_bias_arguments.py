@@ -121,7 +121,7 @@ def test_pieces_have_no_tile_of_a_bias(comm):
         }
         for what, call in calls.items():
             text = same_error(comm, call)
-            assert text.startswith(f"{what}, but the tile of this plan is 'bands'") and "tile='ring'" in text
+            assert text.startswith(f"{what}, but the tile of this plan is 'bands'") and "tile='mesh'" in text
         for name in ("bias_positions", "bias_sequences", "bias_heads"):
             with pytest.raises(ArgumentError, match=f"^{name} is asked for, but the tile of this plan is 'bands'"):
                 getattr(plan, name)
