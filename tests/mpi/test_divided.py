@@ -1,0 +1,109 @@
+"""Plans whose ranks compute pieces of the scores: calls in turn, messages, memory and failures."""
+
+import re
+
+import numpy as np
+import pytest
+from dense import draw_all, expected, wrong
+from dense import masks as of_call
+from happens_before import HappensBefore
+from runs import agreed, attend, check, my_chunks, once, problem_of
+
+from mpiattn import ArgumentError, MeshAttention, MpiattnError, PeerFailure
+from mpiattn.backends.testing import deferred
+from mpiattn.schedule import piece_steps
+
+SHAPE = {"batch": 2, "seqlen": 43, "heads": 4, "kv_heads": 2, "head_dim": 8, "causal": True, "tile": "bands"}
+CALLS = [
+    {},
+    {"cu_seqlens": [0, 20, 43]},
+    {"lengths": [5, 0]},
+    {"cu_seqlens": [[0, 7, 43], [0, 30, 43]]},
+    {"lengths": [0, 0]},
+]
+IN_TURN = [0, 1, 0, 2, 3, 4, 1]
+
+
+@pytest.fixture(autouse=True)
+def several_portions(monkeypatch):
+    """Pieces of few tokens too come in several portions."""
+    monkeypatch.setattr(piece_steps, "LEAST", 4)
+
+
+def ones(plan):
+    p = plan.problem
+    return [np.ones((p.batch, len(plan.positions), heads, 8), np.float32) for heads in (p.heads, *[p.kv_heads] * 2)]
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_calls_in_turn(comm, layout):
+    """Of one plan, with other documents each, forward and backward, and of a plan like it in between."""
+    arguments = {**SHAPE, "dtype": "float32", "layout": layout}
+    problem = problem_of(arguments)
+    inputs = draw_all(problem)
+    with MeshAttention(comm, **arguments, backend="deferred") as plan, plan.like(window=(5, 0)) as other:
+        refs = once(comm, lambda: [expected(inputs, **of_call(problem, call)) for call in CALLS])
+        ref = once(comm, lambda: expected(inputs, **of_call(other.problem)))
+        at = plan.positions, plan.positions_k
+        chunks = my_chunks(plan, *inputs)
+        for number in IN_TURN:
+            call = CALLS[number]
+            agreed(comm, wrong(problem, attend(plan, chunks, call), refs[number], inputs, *at, call), (layout, call))
+            if number == 2:
+                agreed(comm, wrong(other.problem, attend(other, chunks), ref, inputs, *at), (layout, "like"))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "striped"])
+def test_no_races(comm, monkeypatch, layout):
+    monkeypatch.setattr(deferred, "LONGEST_DELAY", 0.0)
+    monkeypatch.setattr(deferred, "DeferredBackend", HappensBefore)
+    for wire_dtype in (None, "bfloat16"):
+        with MeshAttention(
+            comm, **SHAPE, layout=layout, dtype="float32", wire_dtype=wire_dtype, backend="deferred"
+        ) as plan:
+            plan._passes.executor("backward")
+            backend, executors = plan._backend, plan._passes.executors
+            backend.where = lambda executors=executors: " and ".join(each.where for each in executors.values())
+            chunks = my_chunks(plan, *draw_all(plan.problem))
+            for call in CALLS[:2]:
+                attend(plan, chunks, call)
+            agreed(comm, "; ".join(list(dict.fromkeys(backend.races))[:2]), (layout, wire_dtype))
+
+
+@pytest.mark.parametrize("launch", ["attend", "attend_backward", "add"])
+def test_a_rank_raises_in_a_pass(comm, at_least, launch):
+    at_least(2)
+    guilty = comm.size - 1
+    plan = MeshAttention(comm, **SHAPE, layout="striped", dtype="float32", timeout=500)
+    arrays = ones(plan)
+    out, lse = plan.forward(*arrays)
+
+    def fail(*args, **how):
+        raise ZeroDivisionError("on purpose")
+
+    if comm.rank == guilty:
+        setattr(plan._backend, launch, fail)
+    ending = None  # of a rank that had all it needed before the other failed
+    try:
+        if launch == "attend":
+            plan.forward(*arrays)
+        else:
+            plan.backward(out, *arrays, out, lse)
+    except (ZeroDivisionError, PeerFailure) as error:
+        ending = error
+    endings = comm.allgather(type(ending).__name__)
+    assert endings[guilty] == "ZeroDivisionError" and set(endings) <= {"ZeroDivisionError", "PeerFailure", "NoneType"}
+    if isinstance(ending, PeerFailure):
+        assert ending.ranks == (guilty,) and re.search(r"(in step \d+ of \d+|at the end) of the \w+ pass", str(ending))
+    if ending is not None:
+        with pytest.raises(MpiattnError, match="make a new one"):
+            plan.forward(*arrays, check=False)
+    comm.Barrier()
+    plan.close()
+    check(comm, **SHAPE)
+
+
+def test_what_it_refuses(comm):
+    for option, value in ("schedule", "collective"), ("route", "ring"), ("mesh_layout", "zigzag"):
+        with pytest.raises(ArgumentError, match=rf"^{option} is '{value}'; with tile bands, "):
+            MeshAttention(comm, **SHAPE, **{option: value})
