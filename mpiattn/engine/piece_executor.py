@@ -387,9 +387,15 @@ class PieceExecutor:
         """Merge a partial that a piece of this rank has of its own tokens."""
         need, places = self._own_done[kind, parcel.number]
         buffer, own = self.memory.needs[kind, need], self.memory.own[kind, _group(parcel)]
-        for run, place in zip(parcel.tokens, places):
+        memory = self.memory.leaving.get((kind, parcel.name))
+        for (at, run), place in zip(_one_after_another(parcel.tokens), places):
             of_piece = [array[_as_slice(place)] for array in buffer]
-            self.computation.merge(kind, [array[slice(*run)] for array in own], of_piece, ())
+            if memory is not None:
+                memory_of_run = [array[at] for array in memory]
+                for dst, src in zip(memory_of_run, of_piece):
+                    self.backend.copy(dst, src)
+                of_piece = memory_of_run
+            self.computation.merge(kind, [array[run] for array in own], of_piece, ())
 
     def _merge_received(self, kind, parcel, receiving, slot):
         after = tuple([self.backend.arrived(array) for array in receiving.arrays])

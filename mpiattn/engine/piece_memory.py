@@ -22,7 +22,8 @@ class PieceMemory:
     own: by reduced kind and group, the partials of this rank's own tokens.
     staged: by kind and name of a parcel, what comes in many runs.
     packed: by kind, group and tokens, own tokens that do not lie as they are sent; None for arrays that do.
-    leaving: by kind and name of a parcel, partials as they are sent, if that is not how they lie.
+    leaving: by kind and name of a parcel, partials as they are sent, if that is not how they lie.  Of own tokens those
+        that lie apart, one after another: launches merge no others.
     merging: by reduced kind, arrays for each of MERGING partials that arrive.
     """
 
@@ -54,6 +55,8 @@ class PieceMemory:
                 wanted["needs", kind, number] = _shaped(count, held)
                 for parcel in self._pieces.taken[column][number]:
                     if parcel.peer == self._pieces.rank:
+                        if not gathered and any(place.step > 1 for place in parcel.places):
+                            wanted["leaving", kind, parcel.name] = _shaped(parcel.length, held)
                         continue
                     if gathered and not parcel.in_one:
                         wanted["staged", kind, parcel.name] = _shaped(parcel.length, held)

@@ -7,10 +7,10 @@ import pytest
 from dense import draw_all, expected, wrong
 from dense import masks as of_call
 from happens_before import HappensBefore
-from runs import agreed, attend, check, my_chunks, once, problem_of
+from runs import agreed, attend, check, my_chunks, on, once, problem_of
 
 from mpiattn import ArgumentError, MeshAttention, MpiattnError, PeerFailure
-from mpiattn.backends.testing import deferred
+from mpiattn.backends.testing import deferred, emulated
 from mpiattn.schedule import piece_steps
 
 SHAPE = {"batch": 2, "seqlen": 43, "heads": 4, "kv_heads": 2, "head_dim": 8, "causal": True, "tile": "bands"}
@@ -51,6 +51,13 @@ def test_calls_in_turn(comm, layout):
             agreed(comm, wrong(problem, attend(plan, chunks, call), refs[number], inputs, *at, call), (layout, call))
             if number == 2:
                 agreed(comm, wrong(other.problem, attend(other, chunks), ref, inputs, *at), (layout, "like"))
+
+
+@pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
+@on(2)
+def test_kernels_that_take_rows_side_by_side(group):
+    """The rank's own tokens among those of a piece do not lie so where they are striped."""
+    check(group, seqlen=12, heads=2, kv_heads=1, head_dim=16, tile="bands", layout="striped", backends=("emulated",))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "striped"])
