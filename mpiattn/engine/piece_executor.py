@@ -21,8 +21,9 @@ from .record import Pass, Step, Transfer
 
 # Portions under way: 2 keep the link busy without splitting its bandwidth
 UNDER_WAY = 2
-# Tags of parcels: above all others, so many apart as arrays of all kinds have
-FIRST_TAG, APART = 256, 16
+# Tags of parcels: above all others, so many apart as arrays of all kinds have, and below 32768, the most that every MPI
+# has.  Of so many numbers that the parcels of one need differ; both ends post those with the same tag in one order.
+FIRST_TAG, APART, NUMBERS = 256, 16, 1024
 
 
 def region(source, array, need, tokens, heads):
@@ -437,7 +438,7 @@ def _group(parcel):
 
 def _tag(kind, number, parcel):
     """The tag of the message of one array of a parcel."""
-    return FIRST_TAG + APART * parcel.number + TAG[kind] + number
+    return FIRST_TAG + APART * (parcel.number % NUMBERS) + TAG[kind] + number
 
 
 def _as_slice(place):

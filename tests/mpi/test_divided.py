@@ -11,6 +11,7 @@ from runs import agreed, attend, check, my_chunks, on, once, problem_of
 
 from mpiattn import ArgumentError, MeshAttention, MpiattnError, PeerFailure
 from mpiattn.backends.testing import deferred, emulated
+from mpiattn.engine import piece_executor
 from mpiattn.schedule import piece_steps
 
 SHAPE = {"batch": 2, "seqlen": 43, "heads": 4, "kv_heads": 2, "head_dim": 8, "causal": True, "tile": "bands"}
@@ -22,6 +23,7 @@ CALLS = [
     {"lengths": [0, 0]},
 ]
 IN_TURN = [0, 1, 0, 2, 3, 4, 1]
+LARGEST_TAG = 32767  # that every MPI has
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +53,23 @@ def test_calls_in_turn(comm, layout):
             agreed(comm, wrong(problem, attend(plan, chunks, call), refs[number], inputs, *at, call), (layout, call))
             if number == 2:
                 agreed(comm, wrong(other.problem, attend(other, chunks), ref, inputs, *at), (layout, "like"))
+
+
+def test_more_messages_than_tags(comm, monkeypatch):
+    """Several messages under way have the same tag, and no tag is above the largest that every MPI has."""
+    tags, tag_of = [], piece_executor._tag
+
+    def noted(*message):
+        tags.append(tag_of(*message))
+        return tags[-1]
+
+    monkeypatch.setattr(piece_executor, "_tag", noted)
+    most = piece_executor.NUMBERS
+    monkeypatch.setattr(piece_executor, "NUMBERS", 3)
+    check(comm, **{**SHAPE, "batch": 6, "seqlen": 24}, layout="zigzag")
+    assert comm.size == 1 or 0 < len(set(tags)) < len(tags)
+    assert piece_executor.FIRST_TAG + piece_executor.APART * most <= LARGEST_TAG
+    assert all(tag < piece_executor.FIRST_TAG + piece_executor.APART * 3 for tag in tags)
 
 
 @pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
