@@ -145,6 +145,8 @@ class PieceExecutor:
             if step.arrival:
                 self._wait_for(step.arrival)
             self.times.append((begun, computed, clock()))
+        if progress and not total:  # a rank without pieces
+            progress(self.mesh.size)
         self.where = f"at the end of the {self.direction} pass"
         self.number, begun = len(self.steps.steps), clock()
         self.launched.append([])

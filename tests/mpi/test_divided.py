@@ -9,7 +9,7 @@ from dense import masks as of_call
 from happens_before import HappensBefore
 from runs import agreed, attend, check, my_chunks, on, once, problem_of
 
-from mpiattn import ArgumentError, MeshAttention, MpiattnError, PeerFailure
+from mpiattn import ArgumentError, MeshAttention, MpiattnError, PeerFailure, masks
 from mpiattn.backends.testing import deferred, emulated
 from mpiattn.engine import piece_executor
 from mpiattn.schedule import piece_steps
@@ -94,6 +94,16 @@ def test_no_races(comm, monkeypatch, layout):
             for call in CALLS[:2]:
                 attend(plan, chunks, call)
             agreed(comm, "; ".join(list(dict.fromkeys(backend.races))[:2]), (layout, wire_dtype))
+
+
+@pytest.mark.parametrize("call", [{}, {"lengths": [3, 0]}, {"lengths": [0, 0]}], ids=str)
+def test_progress(comm, call):
+    """It sums up to the number of ranks, on ranks without a piece too."""
+    with MeshAttention(comm, **SHAPE, mask=masks.window(3, 3), dtype="float32") as plan:
+        shares, arrays = ([], []), ones(plan)
+        out, lse = plan.forward(*arrays, progress=shares[0].append, **call)
+        plan.backward(out, *arrays, out, lse, progress=shares[1].append, **call)
+        assert [sum(each) for each in shares] == pytest.approx([comm.size, comm.size])
 
 
 @pytest.mark.parametrize("launch", ["attend", "attend_backward", "add"])
