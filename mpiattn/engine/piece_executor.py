@@ -155,7 +155,7 @@ class PieceExecutor:
         for _, array in self._sends:
             self.backend.sent(array)
         self.times.append((begun, begun, clock()))
-        self._sends = []
+        self._sends, self._sources, self._biases = [], None, None  # the caller's arrays, which it may free now
         return {kind: {group: self.memory.own[kind, group] for group in self.groups} for kind in self._reduced}
 
     def trace(self):

@@ -1,6 +1,8 @@
 """Plans whose ranks compute pieces of the scores: calls in turn, messages, memory and failures."""
 
+import gc
 import re
+import weakref
 
 import numpy as np
 import pytest
@@ -104,6 +106,17 @@ def test_progress(comm, call):
         out, lse = plan.forward(*arrays, progress=shares[0].append, **call)
         plan.backward(out, *arrays, out, lse, progress=shares[1].append, **call)
         assert [sum(each) for each in shares] == pytest.approx([comm.size, comm.size])
+
+
+def test_arrays_of_the_caller_are_not_kept(comm):
+    with MeshAttention(comm, **SHAPE, dtype="float32") as plan:
+        arrays = ones(plan)
+        out, lse = plan.forward(*arrays)
+        results = plan.backward(out, *arrays, out, lse)
+        kept = [weakref.ref(array) for array in (*arrays, out, lse, *results)]
+        del arrays, out, lse, results
+        gc.collect()
+        assert not any(reference() is not None for reference in kept)
 
 
 @pytest.mark.parametrize("launch", ["attend", "attend_backward", "add"])
