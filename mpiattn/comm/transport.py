@@ -65,18 +65,20 @@ class Known:
             near.failed = True
 
 
-def make_backend(peers, nodes, name, transport, known=None):
+def make_backend(peers, nodes, name, transport, known=None, in_order=True):
     """A new back end, on this rank's device if it has one; collective.
 
     nodes: node number of every rank.  name, transport: checked, the same on every rank.
     known: the `Known` of these ranks.
+    in_order: whether ranks receive what another one sends in about the order in which it is sent.  Else they do not
+        copy from each other's GPU: messages that nobody receives yet would hold all memory for that.
     Raises ArgumentError on every rank.
     """
     known = known or Known()
     if name not in known.names:
         known.names[name] = agreed_backend(peers, name)
     if backends.find(known.names[name]).on_gpu:
-        backend = _on_gpu(peers, nodes, known.names[name], transport, known)
+        backend = _on_gpu(peers, nodes, known.names[name], transport, known, in_order)
         sends = f", transport {in_words(backend)}"
     else:
         with agreement(peers):
@@ -86,7 +88,7 @@ def make_backend(peers, nodes, name, transport, known=None):
     return backend
 
 
-def _on_gpu(peers, nodes, name, asked, known):
+def _on_gpu(peers, nodes, name, asked, known, in_order):
     """A new back end on this rank's GPU with the transport asked for; collective."""
     by_mpi, why, sure = ("device" if asked == "device" else "staged"), "as asked for", True
     if asked == "auto":
@@ -101,7 +103,7 @@ def _on_gpu(peers, nodes, name, asked, known):
             why = f"what the ranks sent each other did not arrive as it was ({why})"
             with agreement(peers):
                 backend = local_backend(peers.rank, nodes, name, "staged")
-    if asked in ("auto", "ipc"):
+    if asked in ("auto", "ipc") and in_order:
         near, lacking = known.near_for(peers, nodes, backend)
         if near is None and asked == "ipc":
             backend.close()
@@ -113,6 +115,8 @@ def _on_gpu(peers, nodes, name, asked, known):
             if faster:
                 backend.connect(near)
             why += than if asked == "auto" else ""
+    elif asked == "auto":
+        why += "; ranks with pieces of the scores do not copy from each other's GPU"
     backend.transport_why = why
     return backend
 

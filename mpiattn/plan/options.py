@@ -83,6 +83,11 @@ class Options:
                     f"{name} is {value!r}; with tile {tile}, whose ranks have pieces of the scores in place of chunks, "
                     f"it must be {' or '.join(allowed)}"
                 )
+        if self.transport == "ipc":
+            raise ArgumentError(
+                f"transport is 'ipc'; with tile {tile}, whose ranks receive in another order than others send, it must "
+                "be auto, staged or device"
+            )
 
     def unchecked(self) -> CheckedOptions:
         """The same values, not checked: for a caller that puts checked ones in their place."""

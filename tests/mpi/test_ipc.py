@@ -310,3 +310,15 @@ def test_slots_that_do_not_come_back(comm, at_least, monkeypatch):
 def test_one_rank():
     with MeshAttention(MPI.COMM_SELF, **SHAPE) as plan:
         assert plan.transport.startswith("staged: ") and right(plan)
+
+
+def test_pieces_of_the_scores(comm):
+    """Ranks receive in another order than others send, so that messages nobody waits for yet would hold all slots."""
+    arguments = {"batch": 2, "seqlen": 48, "heads": 4, "head_dim": 16, "causal": True, "tile": "bands", "timeout": 20.0}
+    check(comm, **arguments, layout="zigzag", dtype="float32")
+    with MeshAttention(comm, **arguments, backend="cuda") as plan:
+        assert plan.transport.startswith("staged: ") and plan.transport.endswith(" do not copy from each other's GPU")
+    with pytest.raises(
+        ArgumentError, match=r"^transport is 'ipc'; with tile bands, .* it must be auto, staged or device$"
+    ):
+        MeshAttention(comm, **arguments, backend="cuda", transport="ipc")
