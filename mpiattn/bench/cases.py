@@ -4,6 +4,7 @@ from itertools import product
 from typing import NamedTuple
 
 from ..errors import ArgumentError
+from ..model.piece_options import allows_pieces
 from ..schedule.regroup import every_tile
 from ..schedule.tile import DIVISIONS, parse_tile
 
@@ -40,7 +41,7 @@ def tile_names(asked, ranks, heads=1, kv_heads=1, batch=1, pieces=True):
 
 def _has(tile, schedule, route):
     """Whether there are plans of a tile with this schedule and this route."""
-    return tile not in DIVISIONS or (schedule == "auto" and route in ("auto", "direct"))
+    return tile not in DIVISIONS or allows_pieces(schedule=schedule, route=route)
 
 
 def cases(ranks, seqlens, tile, schedule, route, no_overlap=False, planes=(1, 1, 1), pieces=True):

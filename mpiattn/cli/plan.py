@@ -1,8 +1,9 @@
 """List the tiles of n ranks with their traffic, memory, balance and predicted time; starts no MPI.
 
 A tile AxB gives every rank A query chunks x B KV chunks: a mesh of B rows x A columns, A*B = ranks. 1xN is
-Ring-Attention. HxAxB splits batch and heads over H planes, each of which is a mesh AxB, H*A*B = ranks. Sizes are in
-tokens, heads and elements; output is in binary units (1 KiB = 1024 B) and seconds.
+Ring-Attention. HxAxB splits batch and heads over H planes, each of which is a mesh AxB, H*A*B = ranks. With bands every
+rank computes pieces of the scores, as much as any other, of any KV heads, queries and keys. Sizes are in tokens, heads
+and elements; output is in binary units (1 KiB = 1024 B) and seconds.
 """
 
 from dataclasses import asdict, replace
@@ -12,12 +13,14 @@ from ..console.json_file import write_json
 from ..console.table import duration, written
 from ..errors import ArgumentError
 from ..model import machine, planes, search
+from ..model.divided import divide
+from ..model.piece_options import allows_pieces, check_pieces
 from ..model.prediction import Choice
 from ..model.simulate import nodes_of, simulate
 from ..model.space import DIRECTIONS, SearchSpace, allowed_schedules, layouts
 from ..model.workload import Load, Work
 from ..plan.decision import Decision
-from ..plots import style
+from ..plots import pieces, style
 from ..plots.page import page
 from ..problem.documents import expected_cuts
 from ..problem.grid import MOST_RANKS
@@ -25,12 +28,13 @@ from ..problem.problem import Problem
 from ..schedule import travels
 from ..schedule.least_sent import least_sent
 from ..schedule.regroup import method_of, split, split_of
-from ..schedule.tile import Tile, parse_tile
+from ..schedule.tile import DIVISIONS, Tile, divided, parse_tile
 from ..schedule.validate import validate
 from ..system.launch_variables import launch_rank
 from ..system.values import is_whole, whole_number
 from ..system.words import number
 from ..version import __version__
+from . import mesh_picture, pieces_text
 from .documents import read_file
 from .plan_text import as_text, counts, head
 
@@ -79,7 +83,8 @@ def add_arguments(parser):
     parser.add_argument(
         "--steps",
         action="store_true",
-        help="print the schedule of --tile step by step, and how many buffer slots it uses",
+        help="print the schedule of --tile step by step, and how many buffer slots it uses; with --tile bands the "
+        "pieces of every rank",
     )
     options.add(parser, "plot", "json")
 
@@ -114,6 +119,8 @@ def run(args):
     cuts = expected_cuts(problem, given, "--documents")
     mask = problem.mask_of(cuts)
     asked = parse_tile(args.tile, args.ranks)
+    of_meshes = options.given(args, "schedule", "route", "mesh-layout")
+    check_pieces(asked, **of_meshes)
     on = _machine(args)
     space = SearchSpace(
         problem,
@@ -135,6 +142,8 @@ def run(args):
     if asked in best:
         choices += search.survey(replace(space, tiles=[asked]), every=None)[0]
     best |= {choice.tile: choice for choice in reversed(choices)}  # best first
+    if allows_pieces(**of_meshes):
+        best = _of_pieces(space, asked) | best
     ring = best[Tile(1, 1, args.ranks)].sent_bytes
     shown = best[asked or auto.tile]
     least = least_sent(problem, args.ranks, mask.pairs(), args.direction)
@@ -162,18 +171,17 @@ def run(args):
     decision = Decision(
         problem, shown, on, None, nodes, fastest, overlap=True, mask=mask, longest_seconds=shown.seconds
     )
-    schedules = [decision.schedule(direction) for direction in DIRECTIONS[args.direction]]
+    drawn = (_Pieces if shown.tile.divided else _Mesh)(decision, DIRECTIONS[args.direction])
     if args.steps:
-        data["steps"] = {schedule.direction: _steps(schedule) for schedule in schedules}
+        data["steps"] = drawn.steps()
     if args.plot is not None:
-        _plot(args.plot, data, decision, schedules)
+        style.save(drawn.page(data), args.plot, "--plot")
     if args.json:
         write_json(args.json, data)
     if args.json != "-":
-        text = as_text(problem, shown.tile, data, on)
-        for schedule in schedules if args.steps else ():
-            slots = data["steps"][schedule.direction]["validated_slots"]
-            text += f"\n\n{schedule}\nvalidated; slots ever in use: {counts(slots)}"
+        text = as_text(problem, drawn.picture(), data, on)
+        if args.steps:
+            text += "".join(f"\n\n{listed}" for listed in drawn.listed())
         if files := written(args.plot, args.json):
             text += f"\n\nwritten  {files}"
         print(text, flush=True)
@@ -189,12 +197,82 @@ def _machine(args):
     return replace(on, ranks_per_node=args.ranks_per_node)
 
 
-def _plot(path, data, decision, schedules):
-    """Draw the page of the shown tile."""
-    plane, shown = decision.plane, decision.choice
-    work = Work(decision.mask, *shown.mesh_layouts)
-    load = Load(work, plane.choice.tile)
-    timelines = [simulate(schedule, plane.problem, load, plane.machine, plane.nodes) for schedule in schedules]
+def _of_pieces(space, asked):
+    """{tile: `Choice`} of the divisions into pieces.  With many ranks that takes long, so of `asked` alone."""
+    kinds = [divided(kind, space.ranks) for kind in DIVISIONS]
+    tiles = kinds if space.ranks <= EVERY_TILE else [tile for tile in kinds if tile == asked]
+    return {tile: search.survey(replace(space, tiles=[tile]), every=None)[0][0] for tile in tiles}
+
+
+# What is shown of the chosen tile
+
+
+class _Mesh:
+    """The schedules of a mesh."""
+
+    def __init__(self, decision, passes):
+        self._decision = decision
+        self._schedules = [decision.schedule(direction) for direction in passes]
+
+    def picture(self):
+        """The mesh in characters."""
+        return mesh_picture.picture(self._decision.choice.tile) if self._decision.choice.tile.ranks > 1 else ""
+
+    def steps(self):
+        """The JSON of the schedules."""
+        return {schedule.direction: _steps(schedule) for schedule in self._schedules}
+
+    def listed(self):
+        """The steps of every schedule as text."""
+        return [
+            f"{schedule}\nvalidated; slots ever in use: {counts(validate(schedule))}" for schedule in self._schedules
+        ]
+
+    def page(self, data):
+        """A figure of the plan.  data: the JSON of the command."""
+        decision, plane = self._decision, self._decision.plane
+        work = Work(decision.mask, *decision.choice.mesh_layouts)
+        load = Load(work, plane.choice.tile)
+        timelines = [
+            simulate(schedule, plane.problem, load, plane.machine, plane.nodes) for schedule in self._schedules
+        ]
+        title = _title(decision, data, timelines)
+        return page(plane.problem, work.pairs, load, self._schedules, timelines, title, data)
+
+
+class _Pieces:
+    """The pieces of a division of the scores."""
+
+    def __init__(self, decision, passes):
+        self._decision, tile = decision, decision.choice.tile
+        self._divisions = {direction: divide(tile, decision.problem, decision.mask, direction) for direction in passes}
+
+    def picture(self):
+        """The pieces of the first pass in characters."""
+        direction, division = next(iter(self._divisions.items()))
+        return pieces_text.picture(division, self._decision.problem, self._decision.mask, direction)
+
+    def steps(self):
+        """The JSON of the pieces."""
+        p = self._decision.problem
+        return {direction: pieces_text.as_data(of, p, direction) for direction, of in self._divisions.items()}
+
+    def listed(self):
+        """The pieces of every pass as text."""
+        p = self._decision.problem
+        return [pieces_text.listed(division, p, direction) for direction, division in self._divisions.items()]
+
+    def page(self, data):
+        """A figure of the plan.  data: the JSON of the command."""
+        decision = self._decision
+        timelines = [decision.predicted(direction) for direction in self._divisions]
+        title, division = _title(decision, data, timelines), next(iter(self._divisions.values()))
+        return pieces.page(decision.problem, decision.mask, division, timelines, title, data)
+
+
+def _title(decision, data, timelines):
+    """The plan and its predicted time in words."""
+    shown = decision.choice
     around = shown.seconds - sum(predicted.seconds for predicted in timelines)
     parts = [(predicted.direction, predicted.seconds) for predicted in timelines]
     if around > SHORTEST * shown.seconds:
@@ -205,7 +283,7 @@ def _plot(path, data, decision, schedules):
     )
     if len(parts) > 1:
         title += f" ({', '.join(f'{name} {duration(seconds)}' for name, seconds in parts)})"
-    style.save(page(plane.problem, work.pairs, load, schedules, timelines, title, data), path, "--plot")
+    return title
 
 
 def _listed(best, *named):
@@ -218,7 +296,7 @@ def _listed(best, *named):
     for h in sorted({tile.h for tile in best} - {1}):
         of_h = [tile for tile in best if tile.h == h]
         listed += [min(of_h, key=lambda tile: (best[tile].seconds, best[tile].sent_bytes)), Tile(h, 1, of_h[0].chunks)]
-    return sorted(set(listed), key=lambda tile: (tile.h, tile.a))
+    return sorted(set(listed), key=lambda tile: (tile.divided, tile.h, tile.a))
 
 
 # Figures
@@ -246,11 +324,14 @@ def _tile(problem, args, choice, ring, least):
 
     ring: bytes that tile 1xN sends.  least: those of `least_sent`.  What a `LowerBound` does not know is None.
     """
-    known = isinstance(choice, Choice)
-    volumes = [
-        travels.volume(tile, travels.kv_share_of(problem, split_of(problem, tile.h)[1]), args.direction)
-        for tile in (choice.tile, Tile(1, 1, args.ranks))
-    ]
+    known, saving_elements = isinstance(choice, Choice), None
+    if not choice.tile.divided:
+        saving_elements = _saving(
+            *(
+                travels.volume(tile, travels.kv_share_of(problem, split_of(problem, tile.h)[1]), args.direction)
+                for tile in (choice.tile, Tile(1, 1, args.ranks))
+            )
+        )
     sent = (
         choice.sent[args.direction]
         if args.direction in choice.sent
@@ -258,10 +339,10 @@ def _tile(problem, args, choice, ring, least):
     )
     return {
         "tile": str(choice.tile),
-        "method": method_of(problem, choice.tile),
+        "method": None if choice.tile.divided else method_of(problem, choice.tile),
         "sent_bytes": {**sent, "total": choice.sent_bytes},
         "saving": _saving(choice.sent_bytes, ring),
-        "saving_elements": _saving(*volumes),
+        "saving_elements": saving_elements,
         "times_least": _times_least(choice.sent_bytes, least),
         "memory_bytes": choice.nbytes if known else None,
         "balance": choice.balance if known else None,

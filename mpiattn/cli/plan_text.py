@@ -6,7 +6,6 @@ from ..plots.style import passes_in_words
 from ..schedule import travels
 from ..schedule.route import passed_on
 from ..system.words import number, size
-from .mesh_picture import picture
 
 LEGEND = """\
 sent/rank  bytes that a rank sends, mean over ranks: {sent}
@@ -16,7 +15,7 @@ elements   the same as saved, counted in elements without a mask, as Mesh-Attent
            {row}(a-1) + {column}(b-1){share} chunks, and what is regrouped
 x least    {least}
 memory     q, k, v, results and buffers of a rank, without the back end's scratch{memory}
-balance    attended pairs of the busiest rank / mean over ranks
+{pieces}balance    attended pairs of the busiest rank / mean over ranks
 time       predicted, by simulating the schedule on the machine {machine}:
            {facts}
            assumes {assumes}{bounds}
@@ -31,6 +30,10 @@ ROUNDED = 0.0005  # a share below this is 0.0 % in the table
 
 BOUNDS = """
            > is a bound, without a simulation: the tile cannot be the best"""
+
+PIECES = """\
+bands      every rank computes pieces of the scores of any KV heads, all with as many pairs; auto takes a mesh
+"""
 
 SENT = {
     "forward": "Q, K and V in {dtype}, partials O in {partial}",
@@ -63,8 +66,8 @@ def head(p, data):
     )
 
 
-def as_text(problem, tile, data, on):
-    """Table, legend and picture as text."""
+def as_text(problem, picture, data, on):
+    """Table, legend and picture as text.  picture: of the shown tile, "" for none."""
     p, ranks, least = problem, data["ranks"], data["least_sent_bytes"]
     row, column = travels.ELEMENTS[data["direction"]]
     sent = SENT[data["direction"]].format(dtype=p.dtype, partial=p.wire_dtype)
@@ -81,6 +84,7 @@ def as_text(problem, tile, data, on):
         memory="" if data["documents"] is None else "; enough for calls without documents",
         facts=on,
         assumes=on.assumes,
+        pieces=PIECES if any(row["schedule"] == "pieces" for row in data["tiles"]) else "",
         bounds=BOUNDS if any(row["seconds"] is None for row in data["tiles"]) else "",
         limit=_limit(data),
     )
@@ -101,8 +105,8 @@ def as_text(problem, tile, data, on):
         "",
     )
     parts = [f"{head(p, data)}\n", table(_rows(data, kinds), header), *_impossible(data["others"]), "", legend]
-    if ranks > 1:
-        parts += ["", picture(tile)]
+    if picture:
+        parts += ["", picture]
     return "\n".join(parts)
 
 

@@ -9,9 +9,9 @@ from ..arguments.keywords import for_record
 from ..comm.exchange import MAX_MESSAGE, message_limit
 from ..comm.peers import check_timeout
 from ..comm.transport import check_transport
-from ..errors import ArgumentError
 from ..model import cost, planes
 from ..model.machine import DEFAULT
+from ..model.piece_options import check_pieces
 from ..model.space import DIRECTIONS, layouts, memory_limit, routes
 from ..problem.documents import expected_cuts
 from ..problem.layout import GRID, LAYOUTS, RANGES
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from ..model.machine import Machine
     from ..problem.layout import Layout
-    from ..schedule.tile import Tile
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Options:
         one_of("mesh_layout", self.mesh_layout, (*LAYOUTS, GRID, RANGES, "auto"))
         tile = parse_tile(self.tile, ranks)
         planes.check_heads(tile, problem)
-        self._check_division(tile)
+        check_pieces(tile, schedule=self.schedule, route=self.route, mesh_layout=self.mesh_layout)
         cuts = expected_cuts(problem, self.expected_cu_seqlens)
         pairs = layouts(self.layout, problem, ranks)
         planes.check_mesh_layout(self.mesh_layout, pairs, tile)
@@ -71,23 +70,6 @@ class Options:
             max_message=message_limit(self.max_message),
             max_memory=memory_limit(self.max_memory),
         )
-
-    def _check_division(self, tile: Tile | None) -> None:
-        """Raise ArgumentError if an option is given that only meshes have, and the tile is none."""
-        if tile is None or not tile.divided:
-            return
-        for name, allowed in ("schedule", ("auto",)), ("route", ("auto", "direct")), ("mesh_layout", ("auto",)):
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ArgumentError(
-                    f"{name} is {value!r}; with tile {tile}, whose ranks have pieces of the scores in place of chunks, "
-                    f"it must be {' or '.join(allowed)}"
-                )
-        if self.transport == "ipc":
-            raise ArgumentError(
-                f"transport is 'ipc'; with tile {tile}, whose ranks receive in another order than others send, it must "
-                "be auto, staged or device"
-            )
 
     def unchecked(self) -> CheckedOptions:
         """The same values, not checked: for a caller that puts checked ones in their place."""
