@@ -7,19 +7,21 @@ import sys
 from dataclasses import replace
 
 import launch
+import numpy as np
 import pytest
 from searches import choices
 
-from mpiattn.cli import main
+from mpiattn.cli import main, pieces_text
 from mpiattn.cli.mesh_picture import picture
 from mpiattn.model import cost
+from mpiattn.model.divided import PassLoad, divide
 from mpiattn.model.machine import DEFAULT
 from mpiattn.model.space import DIRECTIONS
 from mpiattn.plots.style import passes_in_words
 from mpiattn.problem.layout import Layout
 from mpiattn.problem.problem import Problem
 from mpiattn.schedule import travels
-from mpiattn.schedule.tile import Tile, parse_tile, tiles
+from mpiattn.schedule.tile import Tile, divided, parse_tile, tiles
 
 MHA = ["--seqlen", "1048576", "--heads", "32", "--head-dim", "128"]
 
@@ -74,7 +76,7 @@ def test_savings_of_the_paper(capsys, ranks, tile, saving):
 def test_savings_with_fewer_kv_heads_and_float16(capsys):
     data = as_json(capsys, "--ranks", 256, *MHA, "--kv-heads", 8)
     assert max(row["saving_elements"] for row in flat(data)) == pytest.approx(0.769, abs=5e-4)
-    assert max(row["saving_elements"] for row in data["tiles"]) >= 0.90
+    assert max(row["saving_elements"] for row in data["tiles"] if "x" in row["tile"]) >= 0.90
     usp = row(data, "8x1x32")
     assert (usp["method"], round(usp["saving"], 3), round(usp["saving_elements"], 3)) == ("USP", 0.861, 0.861)
     data = as_json(capsys, "--ranks", 256, *MHA, "--dtype", "float16")
@@ -102,7 +104,8 @@ def test_bytes_are_those_that_ranks_send(capsys, route):
     problem = Problem(**arguments)
     lengths = Layout("contiguous", 1003, 6).lengths, Layout("contiguous", 509, 6).lengths
     assert [row["tile"] for row in flat(data)] == ["1x6", "2x3", "3x2", "6x1"]
-    assert [row["tile"] for row in data["tiles"][4:]] == ["2x1x3", "6x1x1"]
+    others = ["2x1x3", "6x1x1", *["bands"] * (route == "direct")]
+    assert [row["tile"] for row in data["tiles"][4:]] == others
     for tile in tiles(6):
         sent = [travels.sent(problem, lengths, tile, rank, route) for rank in range(6)]
         printed = row(data, str(tile))["sent_bytes"]
@@ -244,6 +247,56 @@ def test_steps(capsys, kind):
     assert "slots ever in use: 2 Q, 1 KV, 2 O" in text
     assert len(data["steps"]["forward"]["steps"]) == len(schedule.steps)
     assert data["steps"]["forward"]["validated_slots"] == schedule.slots
+
+
+def test_pieces(capsys):
+    """Every tile is listed with bands; their bytes are those that the ranks send, and --steps has all scores once."""
+    arguments = ["--ranks", 5, "--seqlen", 700, "--heads", 4, "--kv-heads", 2, "--head-dim", 16, "--causal"]
+    auto, data = as_json(capsys, *arguments), as_json(capsys, *arguments, "--tile", "bands", "--steps")
+    bands = row(data, "bands")
+    assert bands == row(auto, "bands") and data["tile"] == "bands" and [*data["steps"]] == ["forward"]
+    assert (bands["schedule"], bands["route"], bands["method"], bands["saving_elements"]) == (
+        "pieces", "direct", None, None,
+    )  # fmt: skip
+    assert bands["times_least"] > 1 and bands["seconds"] and bands["memory_bytes"] and bands["balance"] < 1.1
+    problem = Problem(700, 4, 16, kv_heads=2, causal=True)
+    pair = (Layout(bands["layout"], 700, 5),) * 2
+    load = PassLoad(divided("bands", 5), problem, problem.whole_mask, pair, "forward")
+    assert bands["sent_bytes"] == load.sent() | {"total": pytest.approx(sum(load.sent().values()))}
+    pieces = [piece for of_rank in data["steps"]["forward"]["ranks"] for piece in of_rank]
+    scores = np.zeros((2, 700, 700), int)
+    for piece in pieces:
+        scores[piece["kv_head"], slice(*piece["queries"]), slice(*piece["keys"])] += 1
+    assert (scores == 1).all()
+    text = plan(capsys, *arguments, "--tile", "bands", "--steps", "--direction", "both")
+    line = next(line for line in text.splitlines() if line.startswith("bands "))
+    assert "pieces" in line and line.endswith("<- --tile")
+    assert "pieces of the forward pass\n" in text and "  KV head 0             KV head 1\n  0.." in text
+    assert f"forward: {len(pieces)} pieces of 5 ranks\n  rank 0  KV head 0: queries 0 to " in text
+    assert "\nbackward: " in text
+
+
+def test_pieces_have_no_schedule_to_choose(capsys):
+    arguments = ["--ranks", 5, "--seqlen", 700, "--heads", 4, "--head-dim", 16]
+    for option, value in ("schedule", "greedy"), ("route", "ring"), ("mesh-layout", "striped"):
+        assert "bands" not in {row["tile"] for row in as_json(capsys, *arguments, f"--{option}", value)["tiles"]}
+        text = refused(capsys, *arguments, f"--{option}", value, "--tile", "bands")
+        assert f"--{option} is '{value}'; with tile bands" in text
+
+
+def test_picture_of_pieces():
+    problem = Problem(10, 4, 8, kv_heads=2, batch=3, causal=True)
+    divisions = [divide(divided("bands", ranks), problem, problem.whole_mask, "forward") for ranks in (1, 6, 12, 99)]
+    alone, six, twelve, many = (pieces_text.picture(each, problem, problem.whole_mask, "forward") for each in divisions)
+    assert alone == "" and "of 99 ranks; --steps lists them" in many
+    assert six.splitlines()[:3] == [
+        "pieces of the forward pass",
+        "  queries from top to bottom x keys from left to right, the first 4 of 6; a character is a rank, . is hidden",
+        "  sequence 0, KV head 0  sequence 0, KV head 1  sequence 1, KV head 0  sequence 1, KV head 1",
+    ]
+    assert six.splitlines()[3].split() == [f"{rank}........." for rank in range(4)]
+    assert six.splitlines()[-1].split() == [str(rank) * 10 for rank in range(4)]
+    assert ", a rank 10, . is hidden" in twelve and max(map(len, twelve.splitlines())) < 120
 
 
 def test_backward_and_both(capsys):

@@ -141,6 +141,7 @@ def read(figure):
         "--ranks 16 --seqlen 262144 --heads 32 --kv-heads 8 --head-dim 128 --causal --window 4096,0 --tile 16x1",
         "--ranks 12 --seqlen 32768 --heads 6 --head-dim 64 --documents cuts.txt --direction backward --tile 3x4",
         "--ranks 256 --seqlen 262144 --heads 32 --head-dim 64 --schedule greedy --layout zigzag --tile 32x4x2",
+        "--ranks 31 --seqlen 65536 --batch 2 --heads 8 --head-dim 64 --window 5000,0 --tile bands --direction both",
     ],
 )
 def test_texts_neither_overlap_nor_leave_the_page(monkeypatch, capsys, tmp_path, words):
@@ -173,6 +174,20 @@ def test_chunks_of_a_collective_move_if_any_rank_of_the_row_needs_them(monkeypat
         _, count, kind, *_ = label.split()
         assert (int(count) > 0) == ("(0 B)" not in label) and len(patches(tile, f"{kind} moved")) == int(count)
     assert any("0 B" not in label for label in labels)
+
+
+def test_page_of_pieces(monkeypatch, capsys, tmp_path):
+    """The KV heads, with the rank of every piece and a frame around it; the bars of all tiles; the slowest rank."""
+    words = "--ranks 7 --seqlen 4096 --heads 8 --kv-heads 2 --head-dim 64 --causal --tile bands --steps"
+    figure, _, data = plan(monkeypatch, capsys, tmp_path, words)
+    *heads, sent, _, forward = figure.axes
+    assert [title(axes) for axes in heads] == ["KV head 0", "KV head 1"]
+    pieces = [(piece["kv_head"], rank) for rank, of in enumerate(data["steps"]["forward"]["ranks"]) for piece in of]
+    assert [(head, int(text)) for head, axes in enumerate(heads) for text in texts(axes)] == sorted(pieces)
+    assert sum(len(axes.lines) for axes in heads) == len(pieces)
+    assert "bands <- --tile" in [label.get_text() for label in sent.get_yticklabels()]
+    assert "which ends last in the forward pass" in title(forward)
+    assert "tile bands, pieces schedule" in figure.get_suptitle()
 
 
 def test_page(monkeypatch, capsys, tmp_path):

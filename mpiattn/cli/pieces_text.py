@@ -32,7 +32,7 @@ def picture(division, problem, mask, direction):
         about += f", the first {shown} of {heads}"
     about += "; a character is a rank"
     if ranks > 10:
-        about += f", {RANKS[10]} is rank 10"
+        about += f", {RANKS[10]} rank 10"
     if not seen.all():
         about += f", {HIDDEN} is hidden"
     return "\n".join([head, f"  {about}", *(f"  {line}".rstrip() for line in lines)])

@@ -32,7 +32,7 @@ BOUNDS = """
            > is a bound, without a simulation: the tile cannot be the best"""
 
 PIECES = """\
-bands      every rank computes pieces of the scores of any KV heads, all with as many pairs; auto takes a mesh
+pieces     the schedule of tile bands: ranks compute pieces of the scores, of any KV heads; auto takes a mesh
 """
 
 SENT = {

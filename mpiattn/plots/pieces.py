@@ -5,7 +5,7 @@ import numpy as np
 from ..model.piece_map import middles, name_of, ranks_at, seen_at
 from .listed import BAR, draw_sent, draw_times, rows
 from .style import INK, centred, new_figure, styled
-from .timeline import LANE, draw_lanes, lanes, lanes_label, of_rank, slowest, summary
+from .timeline import LABEL, LANE, draw_lanes, lanes, of_rank, slowest, summary
 
 CELLS = 256  # of the image of a KV head, per side
 MOST_HEADS = 4  # that are drawn
@@ -34,20 +34,30 @@ def draw_pieces(axes, division, group, problem, mask):
     for rank, pieces in enumerate(division):
         for piece in pieces:
             if piece.group == group:
-                _draw_piece(axes, piece, str(rank) if len(division) <= MOST_NUMBERED else "")
+                _frame(axes, piece)
+        if len(division) <= MOST_NUMBERED:
+            _number(axes, rank, queries, keys, (ranks == rank) & seen)
     axes.set(xlim=(0, max(problem.seqlen_k, 1)), ylim=(max(problem.seqlen, 1), 0))
     axes.xaxis.tick_top()
     axes.xaxis.set_label_position("top")
     axes.set_xlabel("key")
+    axes.locator_params(nbins=4)
     axes.set_title(name_of(group, problem))
     for spine in axes.spines.values():
         spine.set_visible(True)
 
 
-def _draw_piece(axes, piece, text):
+def _frame(axes, piece):
     _, top, bottom, left, right = piece
     axes.plot([left, right, right, left, left], [top, top, bottom, bottom, top], color=INK, linewidth=0.5)
-    centred(axes, (left + right) / 2, (top + bottom) / 2, text, fontsize=6, color=INK)
+
+
+def _number(axes, rank, queries, keys, seen):
+    """Write a rank's number where its queries see keys.  seen: (queries, keys)."""
+    rows, _ = seen.nonzero()
+    if len(rows):
+        row = rows[len(rows) // 2]
+        centred(axes, keys[seen[row]].mean(), queries[row], str(rank), fontsize=6, color=INK)
 
 
 @styled
@@ -78,12 +88,11 @@ def page(problem, mask, division, timelines, title, data):
         beside = grid[1].subgridspec(1, 2, width_ratios=[1.5, 1])
         draw_sent(figure.add_subplot(beside[0]), data)
         draw_times(figure.add_subplot(beside[1]), data)
-    until, drawn = max(predicted.seconds for predicted in timelines) or None, []
+    until = max(predicted.seconds for predicted in timelines) or None
     for row, predicted in enumerate(timelines, 1 + len(bars)):
         axes, rank = figure.add_subplot(grid[row]), slowest(predicted)
-        drawn.append(axes)
         draw_lanes(axes, predicted, rank, until)
         about = f"Rank {rank}, which ends last in the {predicted.direction} pass"
         axes.set_title(f"{about}: {summary(of_rank(predicted, rank))}")
-    axes.set_xlabel(lanes_label(*drawn))
+    axes.set_xlabel(LABEL)
     return figure
