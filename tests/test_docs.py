@@ -150,6 +150,15 @@ def test_the_program_with_a_bias_runs(ranks):
     launch.mpirun(ranks, [sys.executable, "-m", "mpi4py", "-c", code], timeout=60)
 
 
+def test_the_program_with_pieces():
+    """They have the same work, as the page says."""
+    text = (launch.DOCS / "concepts.md").read_text()
+    code = re.search(r"<!-- test: pieces -->\n```python\n(.*?)```", text, re.DOTALL)[1]
+    printed = launch.mpirun(3, [sys.executable, "-c", code], timeout=60).stdout.split()
+    assert printed[::2] == ["bands"] * 3
+    assert all(abs(float(pairs) - 5050 / 3) < 60 for pairs in printed[1::2])
+
+
 # Large sites
 
 SITES = launch.DOCS / "sites.md"

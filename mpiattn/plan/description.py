@@ -53,7 +53,10 @@ class Described:
 
     @property
     def tile(self) -> Tile:
-        """The `Tile`: tile.h planes, tile.a query chunks x tile.b KV chunks a rank.  str(tile) is "AxB" or "HxAxB"."""
+        """The `Tile`: tile.h planes, tile.a query chunks x tile.b KV chunks a rank.  str(tile) is "AxB" or "HxAxB".
+
+        With pieces in place of chunks `tile.divided` is True, and str(tile) is "bands".
+        """
         return self._decision.choice.tile
 
     @property

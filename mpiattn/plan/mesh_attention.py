@@ -78,6 +78,7 @@ class MeshAttention(Lifetime):
     tile : str, tuple of int or Tile, default "auto"
         "AxB" (A query chunks x B KV chunks, A * B = ranks); "HxAxB" (the same on each of H planes, which have 1/H of
         batch and heads, H * A * B = ranks); the numbers; "ring", "qring", "ulysses" (a rank a plane) or "auto".
+        "bands": every rank computes pieces of the scores, of any KV heads; for any number of ranks, without dense bias.
     layout : str, Layout, tuple of int, or pair of the latter two, default "auto"
         "contiguous", "striped", "zigzag", "auto", a `Layout`, or the number of tokens of every rank, of consecutive
         chunks in order of rank; or two: (queries, keys).
