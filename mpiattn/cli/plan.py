@@ -13,7 +13,6 @@ from ..console.json_file import write_json
 from ..console.table import duration, written
 from ..errors import ArgumentError
 from ..model import machine, planes, search
-from ..model.divided import divide
 from ..model.piece_options import allows_pieces, check_pieces
 from ..model.prediction import Choice
 from ..model.simulate import nodes_of, simulate
@@ -244,8 +243,8 @@ class _Pieces:
     """The pieces of a division of the scores."""
 
     def __init__(self, decision, passes):
-        self._decision, tile = decision, decision.choice.tile
-        self._divisions = {direction: divide(tile, decision.problem, decision.mask, direction) for direction in passes}
+        self._decision = decision
+        self._divisions = {direction: decision.division(direction) for direction in passes}
 
     def picture(self):
         """The pieces of the first pass in characters."""

@@ -31,6 +31,7 @@ from .share import Share
 
 if TYPE_CHECKING:
     from ..problem.layout import Layout
+    from ..schedule.bands import Division
     from ..schedule.division import Need
     from ..schedule.steps import Schedule
 
@@ -135,6 +136,11 @@ class Decision:
     def _needs(self) -> Remembered:
         """needs(direction): what the ranks of a divided plan need in calls without documents, made once."""
         return Remembered(lambda direction: self._needs_of(direction, self.activity))
+
+    def division(self, direction: str) -> Division:
+        """The pieces of every rank of a divided plan, in calls with the documents that were expected."""
+        parts = self.choice.tile, self.problem, self.mask, self.layouts, direction
+        return PassLoad(*parts, self.machine).division
 
     def _needs_of(self, direction: str, activity: Activity) -> tuple[tuple[Need, ...], ...]:
         parts = self.choice.tile, self.problem, self.mask, self.layouts, direction

@@ -52,8 +52,10 @@ def settle(home: Home, peers: Peers, asked: Asked) -> tuple[Decision, Backend]:
         same["expected_cu_seqlens"] = None  # compared before the layouts, which follow from it
         same |= for_record(Options, vars(checked))
         same |= {name: AsGiven(same[name], getattr(given, name)) for name in ("tile", "layout", "expected_cu_seqlens")}
-    in_order = checked.tile is None or not checked.tile.divided  # "auto" chooses no divided one
+    in_order = checked.tile is None or not checked.tile.divided
     backend = make_backend(peers, home.nodes, given.backend, given.transport, home.known, in_order)
+    if backend.transport == "ipc":  # which takes messages in the order in which they are sent
+        checked = replace(checked, meshes=True)
     # with a Layout of the caller the data is already in place; otherwise the mesh follows the nodes
     order = home.order if isinstance(given.layout, str) else None
     nodes = [home.nodes[rank] for rank in order or range(ranks)]
