@@ -25,17 +25,17 @@ class Case(NamedTuple):
 
 
 def tile_names(asked, ranks, heads=1, kv_heads=1, batch=1, pieces=True):
-    """Tiles as "AxB", "HxAxB", "bands" or "auto", each once, in the given order.
+    """Tiles as "AxB", "HxAxB", "bands", "mesh" or "auto", each once, in the given order.
 
-    "all" means every tile of the ranks, with `pieces` divisions into pieces too.
+    "all" means every tile of the ranks, with `pieces` bands too.
     """
     names = []
     for text in asked:
         if text == "all":
-            names += [*map(str, every_tile(ranks, heads, kv_heads, batch)), *DIVISIONS[: len(DIVISIONS) * pieces]]
+            names += [*map(str, every_tile(ranks, heads, kv_heads, batch)), *["bands"] * pieces]
             continue
         shape = parse_tile(text, ranks)
-        names.append("auto" if shape is None else str(shape))
+        names.append(text.strip() if shape is None else str(shape))
     return list(dict.fromkeys(names))
 
 
@@ -49,7 +49,7 @@ def cases(ranks, seqlens, tile, schedule, route, no_overlap=False, planes=(1, 1,
 
     seqlens, tile, schedule, route: lists.  no_overlap: add every case without overlap, except those with a collective
     schedule, which has none.  planes: heads, KV heads and sequences, by which "all" has tiles of several planes.
-    pieces: whether "all" has divisions into pieces.  These have no schedules and routes to choose from.
+    pieces: whether "all" has bands.  These have no schedules and routes to choose from.
     """
     if min(seqlens) < 1:
         raise ArgumentError(f"seqlen is {min(seqlens)}; it must be at least 1")

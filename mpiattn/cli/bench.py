@@ -51,7 +51,7 @@ from ..model.space import DIRECTIONS
 from ..plots import style
 from ..plots.timeline import timeline
 from ..schedule.route import ROUTES
-from ..schedule.tile import DIVISIONS
+from ..schedule.tile import DIVISIONS, MESH
 from ..system import host
 from ..system.atomic_file import HDF5, JSON, check_target
 from ..version import __version__
@@ -166,9 +166,12 @@ def _sweep(job, args):
                 f"--bias and --tile {' '.join(args.tile)} are given; ranks that compute pieces of the scores have no "
                 "tile of a bias"
             )
+        tiles = args.tile
+        if args.bias:  # of which only ranks of a mesh have tiles
+            tiles = [MESH if tile == "auto" else tile for tile in tiles]
         # "all" are the tiles of which there are plans with these options
         pieces = not args.bias and args.mesh_layout == "auto"
-        asked = cases(comm.size, seqlens, args.tile, args.schedule, args.route, args.no_overlap, planes, pieces)
+        asked = cases(comm.size, seqlens, tiles, args.schedule, args.route, args.no_overlap, planes, pieces)
     how = options.given(args, *options.SHAPE, *options.MASKS, *PLAN, "direction", "timeout")
     how["scale"] = how["head_dim"] ** -0.5  # that of random numbers, also where it has no default
     how |= {"layout": layouts[0], "mask": mask}

@@ -115,12 +115,17 @@ class RunBiases:
         asked = {**self._names, "alibi": True} if "alibi_slopes" in self.call else dict(self._names)
         return asked | {name: self.call[name] for name in ("dropout", "seed") if name in self.call}
 
+    @property
+    def dense(self):
+        """Whether there is a bias with a number for every query and key."""
+        return "bias" in self._data
+
     def check_tile(self, tile):
         """Raise ArgumentError if there is a dense bias, and the ranks of a plan with this tile have no tile of it."""
-        if "bias" in self._data and tile.divided:
+        if self.dense and tile.divided:
             raise ArgumentError(
                 f"--bias is {self._names['bias']!r} and --tile {str(tile)!r}, whose ranks compute pieces of the "
-                "scores: none of them has a tile of a bias; choose a tile AxB or HxAxB, for example --tile ring"
+                "scores: none of them has a tile of a bias; choose --tile mesh, or a tile AxB or HxAxB"
             )
 
     def read(self, peers, plan):

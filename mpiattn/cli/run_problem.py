@@ -22,7 +22,7 @@ from ..problem.documents import documents as check_documents
 from ..problem.problem import Problem
 from ..schedule import travels
 from ..schedule.needed import Activity
-from ..schedule.tile import Tile, parse_tile
+from ..schedule.tile import MESH, Tile, parse_tile
 from ..verify import compare, gradients
 from . import biases
 from .documents import read_documents
@@ -135,11 +135,14 @@ def _plan(comm, peers, args, part, added, documents, mask):
         tile = parse_tile(args.tile, comm.size)
         if tile is not None:
             added.check_tile(tile)
+    given = options.given(args, *options.MASKS, "softcap", "scale", *PLAN)
+    if tile is None and added.dense:
+        given["tile"] = MESH  # only its ranks have tiles of a bias
     return RunPlan(
         comm,
         added.gradients,
         **part.shapes,
-        **options.given(args, *options.MASKS, "softcap", "scale", *PLAN),
+        **given,
         mask=mask,
         layout=layout,
         **added.plan,

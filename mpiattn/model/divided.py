@@ -95,7 +95,9 @@ def tokens_between(needs, layout, column):
     for rank, of_rank in enumerate(needs):
         ends = np.array([ends for need in of_rank for ends in need.of(column)], np.int64).reshape(-1, 2)
         if layout.striped:
-            tokens[rank] = [np.diff(layout.below(owner, ends)).sum() for owner in range(ranks)]
+            starts, lengths, step = layout.all_ranges()
+            before = (-(-(ends[..., None] - starts[0]) // step)).clip(0, lengths[0])
+            tokens[rank] = (before[:, 1] - before[:, 0]).sum(axis=0)
             continue
         cuts, owners = layout.owners
         shared = np.minimum(ends[:, 1:], cuts[1:]) - np.maximum(ends[:, :1], cuts[:-1])
@@ -110,7 +112,8 @@ def pairs_of(division, mask):
     pairs = np.zeros(len(division), np.int64)
     if not len(pieces):
         return pairs
-    rows, keys = np.unique(pieces[:, 1:3]), np.unique(pieces[:, 3:5])
+    rows = np.unique(np.append(pieces[:, 1:3], (0, mask.seqlen)))
+    keys = np.unique(np.append(pieces[:, 3:5], (0, mask.seqlen_k)))
     counts = Pairs(mask, *parts_of(rows, keys)).table[: max(len(rows) - 1, 0), : max(len(keys) - 1, 0)]
     before = np.zeros((len(rows), len(keys)), np.int64)
     before[1:, 1:] = counts.cumsum(axis=0).cumsum(axis=1)

@@ -16,7 +16,7 @@ where that costs little.
 Ring is a band for each rank, Q-ring a single band, and an equal mesh has square tiles.
 
 All numbers are integers, so that all ranks find the same division.  Of long sequences some rows stand for all: work is
-then equal but for a small part.  Plans do not take this division yet: it is checked and measured by its tests alone.
+then equal but for a small part.
 """
 
 from __future__ import annotations

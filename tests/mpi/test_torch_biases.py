@@ -176,7 +176,7 @@ def test_flex_attention_agrees(comm):
     """Scale, then softcap, then biases, as PyTorch's users write it in a score_mod."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    with MeshAttention(comm, **SHAPE, softcap=1.5, scale=0.7, key_bias=True) as plan:
+    with MeshAttention(comm, **SHAPE, tile="mesh", softcap=1.5, scale=0.7, key_bias=True) as plan:
         drawn = biased.draw(plan.problem, 3, EVERY)
         whole = drawn_tensors(plan, drawn)
         chunks, biases, _ = own(plan, whole, drawn)
