@@ -9,6 +9,7 @@ from ..arguments.keywords import for_record
 from ..comm.exchange import MAX_MESSAGE, message_limit
 from ..comm.peers import check_timeout
 from ..comm.transport import check_transport
+from ..errors import ArgumentError
 from ..model import cost, planes
 from ..model.machine import DEFAULT
 from ..model.piece_options import check_pieces
@@ -57,6 +58,11 @@ class Options:
         tile = parse_tile(self.tile, ranks)
         planes.check_heads(tile, problem)
         check_pieces(tile, schedule=self.schedule, route=self.route, mesh_layout=self.mesh_layout)
+        if self.transport == "ipc" and tile is not None and tile.divided:
+            raise ArgumentError(
+                f"transport is 'ipc'; with tile {tile}, whose ranks receive in another order than others send, it must "
+                "be auto, staged or device"
+            )
         cuts = expected_cuts(problem, self.expected_cu_seqlens)
         pairs = layouts(self.layout, problem, ranks)
         planes.check_mesh_layout(self.mesh_layout, pairs, tile)
