@@ -161,9 +161,9 @@ def tables():
     return "\n".join(lines) + "\n\n"
 
 
-def make_backend(peers, nodes, name, wanted, known):
+def make_backend(peers, nodes, name, wanted, known, in_order=True):
     """In place of `mpiattn.comm.transport.make_backend`."""
-    return RefusesAsCuda() if name == "cuda" else transport.make_backend(peers, nodes, name, wanted, known)
+    return RefusesAsCuda() if name == "cuda" else transport.make_backend(peers, nodes, name, wanted, known, in_order)
 
 
 def places(feature):
