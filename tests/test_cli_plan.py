@@ -134,8 +134,34 @@ def test_choice_is_that_of_cost(capsys, schedule):
 def test_marks_the_tile_that_auto_takes(capsys):
     text = plan(capsys, "--ranks", 256, *MHA, "--tile", "8x32")
     marked = {line.split("<- ")[1]: line.split()[0] for line in text.splitlines() if "<- " in line}
-    assert marked == {"auto": "32x2x4", "--tile": "8x32"}
+    assert marked == {"auto": "bands", "--tile": "8x32"}
     assert "mesh of tile 8x32: A = 8 columns x B = 32 rows" in text
+    text = plan(capsys, "--ranks", 256, *MHA, "--tile", "mesh")
+    assert [line.split()[0] for line in text.splitlines() if line.endswith("<- auto")] == ["32x2x4"]
+    assert "each of the 32 planes of tile 32x2x4" in text and "\nbands " not in text
+
+
+def test_best_mesh_beside_bands(capsys):
+    """It is listed and predicted where auto takes bands, with any number of ranks."""
+    for ranks, mesh in (256, "32x2x4"), (320, "32x2x5"):
+        data = as_json(capsys, "--ranks", ranks, *MHA, "--causal")
+        meshes = as_json(capsys, "--ranks", ranks, *MHA, "--causal", "--tile", "mesh")
+        assert (data["auto"], meshes["auto"]) == ("bands", mesh)
+        assert row(data, mesh) == row(meshes, mesh) and row(data, mesh)["seconds"]
+
+
+def test_documents_are_dealt(capsys, tmp_path):
+    """The tile is listed where documents are expected, and any plan may ask for it."""
+    arguments = ["--ranks", 4, "--seqlen", 4096, "--heads", 4, "--head-dim", 64, "--causal"]
+    divided = ["bands", "dealt"]
+    assert [row["tile"] for row in as_json(capsys, *arguments)["tiles"] if row["tile"] in divided] == ["bands"]
+    asked = as_json(capsys, *arguments, "--tile", "dealt")
+    assert asked["tile"] == "dealt" and [row["tile"] for row in asked["tiles"] if row["tile"] in divided] == divided
+    np.savetxt(file := tmp_path / "cuts.txt", [0, 300, 3000, 3500, 4096], "%d")
+    data = as_json(capsys, *arguments, "--documents", file)
+    assert [row["tile"] for row in data["tiles"] if row["tile"] in divided] == divided
+    assert row(data, "dealt")["balance"] < 1.1
+    assert "the schedule of bands and dealt: " in plan(capsys, *arguments, "--documents", file)
 
 
 def test_causal_takes_half_the_time(capsys):
@@ -261,7 +287,7 @@ def test_pieces(capsys):
     assert bands["times_least"] > 1 and bands["seconds"] and bands["memory_bytes"] and bands["balance"] < 1.1
     problem = Problem(700, 4, 16, kv_heads=2, causal=True)
     pair = (Layout(bands["layout"], 700, 5),) * 2
-    load = PassLoad(divided("bands", 5), problem, problem.whole_mask, pair, "forward")
+    load = PassLoad(divided("bands", 5), problem, problem.whole_mask, pair, "forward", DEFAULT)
     assert bands["sent_bytes"] == load.sent() | {"total": pytest.approx(sum(load.sent().values()))}
     pieces = [piece for of_rank in data["steps"]["forward"]["ranks"] for piece in of_rank]
     scores = np.zeros((2, 700, 700), int)
@@ -270,7 +296,7 @@ def test_pieces(capsys):
     assert (scores == 1).all()
     text = plan(capsys, *arguments, "--tile", "bands", "--steps", "--direction", "both")
     line = next(line for line in text.splitlines() if line.startswith("bands "))
-    assert "pieces" in line and line.endswith("<- --tile")
+    assert "pieces" in line and line.endswith("<- auto")
     assert "pieces of the forward pass\n" in text and "  KV head 0             KV head 1\n  0.." in text
     assert f"forward: {len(pieces)} pieces of 5 ranks\n  rank 0  KV head 0: queries 0 to " in text
     assert "\nbackward: " in text
@@ -286,7 +312,10 @@ def test_pieces_have_no_schedule_to_choose(capsys):
 
 def test_picture_of_pieces():
     problem = Problem(10, 4, 8, kv_heads=2, batch=3, causal=True)
-    divisions = [divide(divided("bands", ranks), problem, problem.whole_mask, "forward") for ranks in (1, 6, 12, 99)]
+    divisions = [
+        divide(divided("bands", ranks), problem, problem.whole_mask, (Layout("contiguous", 10, ranks),) * 2, "forward")
+        for ranks in (1, 6, 12, 99)
+    ]
     alone, six, twelve, many = (pieces_text.picture(each, problem, problem.whole_mask, "forward") for each in divisions)
     assert alone == "" and "of 99 ranks; --steps lists them" in many
     assert six.splitlines()[:3] == [
@@ -327,7 +356,8 @@ def test_balance(capsys):
     contiguous, auto = as_json(capsys, *arguments, *alone), as_json(capsys, *arguments)
     assert row(contiguous, "1x8")["balance"] == pytest.approx(15 / 8, rel=1e-2)
     assert row(auto, "1x8")["balance"] == pytest.approx(1, abs=1e-3)
-    assert row(auto, "1x8")["layout"] == "zigzag"
+    assert (row(auto, "1x8")["layout"], row(auto, "1x8")["mesh_layout"]) == ("contiguous", "zigzag")
+    assert row(auto, "bands")["balance"] == pytest.approx(1, abs=0.01)
     text = plan(capsys, *arguments, *alone)
     assert "1.87" in next(line for line in text.splitlines() if line.startswith("1x8"))
 

@@ -13,7 +13,7 @@ from ..console.json_file import write_json
 from ..console.table import duration, written
 from ..errors import ArgumentError
 from ..model import machine, planes, search
-from ..model.piece_options import allows_pieces, check_pieces
+from ..model.piece_options import check_pieces
 from ..model.prediction import Choice
 from ..model.simulate import nodes_of, simulate
 from ..model.space import DIRECTIONS, SearchSpace, allowed_schedules, layouts
@@ -27,7 +27,7 @@ from ..problem.problem import Problem
 from ..schedule import travels
 from ..schedule.least_sent import least_sent
 from ..schedule.regroup import method_of, split, split_of
-from ..schedule.tile import DIVISIONS, Tile, divided, parse_tile
+from ..schedule.tile import MESH, Tile, parse_tile
 from ..schedule.validate import validate
 from ..system.launch_variables import launch_rank
 from ..system.values import is_whole, whole_number
@@ -121,6 +121,7 @@ def run(args):
     of_meshes = options.given(args, "schedule", "route", "mesh-layout")
     check_pieces(asked, **of_meshes)
     on = _machine(args)
+    meshes = args.tile.strip() == MESH
     space = SearchSpace(
         problem,
         args.ranks,
@@ -133,20 +134,20 @@ def run(args):
         direction=args.direction,
         max_memory=args.max_memory,
         mask=mask,
+        meshes=meshes,
     )
     planes.check_heads(asked, problem)
     planes.check_mesh_layout(args.mesh_layout, space.layout_pairs, asked)
     choices, bounds, fastest = search.within_memory(space, every="tile" if args.ranks <= EVERY_TILE else None)
     auto, best = choices[0], bounds()
-    if asked in best:
-        choices += search.survey(replace(space, tiles=[asked]), every=None)[0]
+    for more in _besides(space, choices, asked):
+        choices += search.survey(more, every=None)[0]
+    mesh = next(choice.tile for choice in choices if not choice.tile.divided)
     best |= {choice.tile: choice for choice in reversed(choices)}  # best first
-    if allows_pieces(**of_meshes):
-        best = _of_pieces(space, asked) | best
     ring = best[Tile(1, 1, args.ranks)].sent_bytes
     shown = best[asked or auto.tile]
     least = least_sent(problem, args.ranks, mask.pairs(), args.direction)
-    rows = [_tile(problem, args, best[tile], ring, least) for tile in _listed(best, auto.tile, shown.tile)]
+    rows = [_tile(problem, args, best[tile], ring, least) for tile in _listed(best, auto.tile, mesh, shown.tile)]
     data = {
         "mpiattn": __version__,
         "ranks": args.ranks,
@@ -196,11 +197,12 @@ def _machine(args):
     return replace(on, ranks_per_node=args.ranks_per_node)
 
 
-def _of_pieces(space, asked):
-    """{tile: `Choice`} of the divisions into pieces.  With many ranks that takes long, so of `asked` alone."""
-    kinds = [divided(kind, space.ranks) for kind in DIVISIONS]
-    tiles = kinds if space.ranks <= EVERY_TILE else [tile for tile in kinds if tile == asked]
-    return {tile: search.survey(replace(space, tiles=[tile]), every=None)[0][0] for tile in tiles}
+def _besides(space, choices, asked):
+    """Spaces whose best plans are shown too: the meshes, and the tile that is asked for."""
+    if all(choice.tile.divided for choice in choices):
+        yield replace(space, meshes=True)
+    if asked is not None and all(choice.tile != asked for choice in choices):
+        yield replace(space, tiles=[asked])
 
 
 # What is shown of the chosen tile

@@ -32,7 +32,7 @@ BOUNDS = """
            > is a bound, without a simulation: the tile cannot be the best"""
 
 PIECES = """\
-pieces     the schedule of tile bands: ranks compute pieces of the scores, of any KV heads; auto takes a mesh
+pieces     the schedule of {tiles}: ranks compute pieces of the scores, of any KV heads
 """
 
 SENT = {
@@ -72,6 +72,7 @@ def as_text(problem, picture, data, on):
     row, column = travels.ELEMENTS[data["direction"]]
     sent = SENT[data["direction"]].format(dtype=p.dtype, partial=p.wire_dtype)
     mask = "" if p.whole_mask.full and data["documents"] is None else ". Of a mask only the number of pairs counts"
+    divided = [row["tile"] for row in data["tiles"] if row["schedule"] == "pieces"]
     legend = LEGEND.format(
         sent=sent,
         ranks=ranks,
@@ -84,7 +85,7 @@ def as_text(problem, picture, data, on):
         memory="" if data["documents"] is None else "; enough for calls without documents",
         facts=on,
         assumes=on.assumes,
-        pieces=PIECES if any(row["schedule"] == "pieces" for row in data["tiles"]) else "",
+        pieces=PIECES.format(tiles=" and ".join(divided)) if divided else "",
         bounds=BOUNDS if any(row["seconds"] is None for row in data["tiles"]) else "",
         limit=_limit(data),
     )

@@ -124,17 +124,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
         help="shape of the mesh. AxB: every rank computes A query chunks x B KV chunks, A*B = ranks, on B rows x A "
         "columns of ranks. HxAxB: H planes of AxB, each with 1/H of the sequences and heads, H*A*B = ranks. ring is "
         "1xN, qring is Nx1, ulysses is Nx1x1. bands: every rank computes pieces of the scores, of any KV heads, with "
-        "equal work on any number of ranks, also a prime one. auto: the shortest predicted time and, among times "
-        f"within {100 * SAME_TIME:g} %% of it, the fewest bytes (default: %(default)s)",
+        "equal work on any number of ranks, also a prime one. dealt: the same, and the documents of a call are dealt "
+        "to ranks. mesh: the fastest AxB or HxAxB. auto: the shortest predicted time and, among times within "
+        f"{100 * SAME_TIME:g} %% of it, the fewest bytes (default: %(default)s)",
     ),
     "schedule": dict(
         **_one_of(SCHEDULES),
         help="greedy: transfers go on while blocks are computed (Algorithm 2 of Mesh-Attention); collective: gather "
         "all, compute once, exchange results, without overlap; auto: the shorter predicted time (default: %(default)s)",
     ),
-    "layout": dict(
-        **_one_of(LAYOUTS), help="which tokens a rank holds; auto: the shortest predicted time (default: %(default)s)"
-    ),
+    "layout": dict(**_one_of(LAYOUTS), help="which tokens a rank holds; auto: contiguous ones (default: %(default)s)"),
     "grid": dict(
         type=parse_numbers,
         metavar="SHAPE",
