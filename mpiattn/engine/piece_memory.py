@@ -6,8 +6,7 @@ All of it lies in the pool that the passes of a plan share, one array after anot
 from itertools import pairwise
 
 from ..schedule.kinds import GATHERED, IN_COLUMNS, KINDS
-
-MERGING = 4  # partials of others that are received at a time
+from ..schedule.piece_steps import MERGING
 
 
 class PieceMemory:

@@ -15,7 +15,7 @@ from ..schedule.bands import bands
 from ..schedule.dealing import Costs, dealt
 from ..schedule.division import needs_of, parts_of
 from ..schedule.kinds import GATHERED, IN_COLUMNS, KINDS
-from ..schedule.piece_steps import LEAST, PORTIONS
+from ..schedule.piece_steps import LEAST, MERGING, PORTIONS
 from ..schedule.ranges import total
 from ..schedule.travels import size_of, token_bytes
 from . import memory
@@ -128,7 +128,10 @@ def pairs_of(division, mask):
 
 
 def buffer_bytes(problem, needs, layouts, direction):
-    """Bytes of a plan's buffers for a pass, of every rank, at least: int64 (ranks,).
+    """Bytes of a plan's buffers for a pass, of every rank, about: int64 (ranks,).
+
+    Counted are the tokens of pieces and their partials, both once more where they come in many runs or in another
+    dtype, own partials, own tokens as they are sent, which may lie so, and partials that arrive.
 
     needs: of every rank.  layouts: of the ranks' queries and keys.
     """
@@ -139,10 +142,17 @@ def buffer_bytes(problem, needs, layouts, direction):
     ]
     nbytes = np.zeros(len(needs), np.int64)
     for kind in KINDS[direction].values():
-        of_token = size_of(array.held(problem) for array in kind.arrays_of(problem)) // groups
+        arrays = kind.arrays_of(problem)
+        held, wire = [array.held(problem) for array in arrays], [array.travelling(problem) for array in arrays]
+        layout = layouts[kind.column]
+        of_token, of_message = size_of(held) // groups, size_of(wire) // groups
         nbytes += counts[kind.column] * of_token
+        if layout.striped or layout.many or held != wire:
+            nbytes += counts[kind.column] * of_message
+        own = np.array(layout.lengths)
+        nbytes += own * of_token * groups
         if kind.reduced:
-            nbytes += np.array(layouts[kind.column].lengths) * of_token * groups
+            nbytes += own * of_message * min(MERGING, len(needs) - 1)
     return nbytes
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .ranges import Ranges
 
 PORTIONS = 8  # of a side of a piece at most: with as many of the other side, a sixty-fourth of it is not hidden
+MERGING = 4  # partials of own tokens that a rank receives at a time
 LEAST = 256  # tokens of a portion: in each launch a query takes the time of a hundred keys more than it sees
 
 
