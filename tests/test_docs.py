@@ -159,6 +159,18 @@ def test_the_program_with_pieces():
     assert len(pairs) == 3 and all(abs(of_rank - 5050 / 3) < 60 for of_rank in pairs)
 
 
+def test_the_program_that_deals_documents():
+    """The work of each step's documents is balanced, as the page says."""
+    text = (launch.DOCS / "training.md").read_text()
+    code = re.search(r"<!-- test: dealt -->\n```python\n(.*?)```", text, re.DOTALL)[1]
+    printed = launch.mpirun(7, [sys.executable, "-c", code], timeout=60).stdout
+    pairs = [float(of_rank) for of_rank in re.findall(r"([\d.]+) pairs", printed)]
+    steps = [1000, 100, 200, 2796], [2500, 100, 1496]
+    totals = [sum(tokens * (tokens + 1) / 2 for tokens in step) for step in steps]
+    assert len(pairs) == 14 and abs(sum(pairs) - sum(totals)) < 1e-6 * sum(totals)
+    assert max(pairs) < 1.15 * max(totals) / 7
+
+
 # Large sites
 
 SITES = launch.DOCS / "sites.md"

@@ -103,9 +103,8 @@ class Lifetime(Verified, Traced):
     ) -> Plan:
         """A plan for another mask with this plan's positions, or for other lengths; collective.
 
-        For the layers of a model: all their plans hold the same tokens on a rank (`positions`, `positions_k`), whatever
-        layout "auto" has chosen for the first, so that what one returns can be given to another.  Two plans that are
-        made apart may hold others.
+        For the layers of a model: all their plans hold the same tokens on a rank (`positions`, `positions_k`), in
+        whatever layout, so that what one returns can be given to another.
 
         If a mask is given (causal, prefix, causal_block, window or mask), tile, mesh_layout, schedule and route are
         searched anew where this plan was made with "auto".  Otherwise they are this plan's: that takes a few
