@@ -72,7 +72,8 @@ def test_heads_not_divisible(tmp_path, out):
 
 
 def test_tile_that_does_not_divide(tmp_path, out):
-    assert "ulysses, ring, qring, bands, dealt, mesh or auto" in fails(write_input(tmp_path / "in.h5"), out, "--tile", "2x2")
+    said = fails(write_input(tmp_path / "in.h5"), out, "--tile", "2x2")
+    assert "ulysses, ring, qring, bands, dealt, mesh or auto" in said
 
 
 def test_unknown_option_value(tmp_path, out):

@@ -77,8 +77,8 @@ class MeshAttention(Lifetime):
         Whether calls have a key_bias.  It travels with the keys: 4 bytes a key and head, 8 with float64.
     tile : str, tuple of int or Tile, default "auto"
         "AxB" (A query chunks x B KV chunks, A * B = ranks); "HxAxB" (the same on each of H planes, which have 1/H of
-        batch and heads, H * A * B = ranks); the numbers; "ring", "qring", "ulysses" (a rank a plane) or "mesh", the fastest
-        of all these.  "bands": every rank computes pieces of the scores, of any KV heads; for any number of ranks.
+        batch and heads, H * A * B = ranks); the numbers; "ring", "qring", "ulysses" (a rank a plane) or "mesh", the
+        fastest of these.  "bands": every rank computes pieces of the scores, of any KV heads; for any number of ranks.
         "dealt": as bands, and the documents of each call are dealt to ranks.  "auto": the fastest mesh or bands, or
         dealt if there are expected_cu_seqlens.  Calls with a dense bias need a mesh.
     layout : str, Layout, tuple of int, or pair of the latter two, default "auto"
