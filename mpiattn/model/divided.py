@@ -127,6 +127,19 @@ def pairs_of(division, mask):
     return pairs
 
 
+def portions_for(problem, machine, direction, rows, keys):
+    """The most portions in which a side of a rank's needs comes: more hide more of its messages, but take launches.
+
+    Of n portions 1/n of the messages is not hidden, and in each launch queries take the time of some keys more.
+    rows, keys: numbers of queries and of keys of all needs, numbers or arrays.
+    """
+    each, groups = group_bytes(problem, direction), problem.batch * problem.kv_heads
+    moving = (rows * each.row + keys * each.key) / min(machine.inside.bandwidth, machine.between.bandwidth)
+    extra = machine.edge_keys(problem.dtype) * PACKING * rows
+    launching = machine.compute(problem.flops_per_pair / groups * extra, problem.dtype, direction) + machine.launch
+    return np.sqrt(moving / launching).clip(1, PORTIONS).astype(np.int64)
+
+
 def buffer_bytes(problem, needs, layouts, direction):
     """Bytes of a plan's buffers for a pass, of every rank, about: int64 (ranks,).
 
@@ -172,6 +185,12 @@ class PassLoad:
         self.needs = needs_of(self.division, mask, problem.kv_heads)
         self.pairs = pairs_of(self.division, mask)
         self._groups = problem.batch * problem.kv_heads
+        self._mask = mask
+        rows, keys = (
+            np.array([sum(total(need.of(column)) for need in of_rank) for of_rank in self.needs], np.int64)
+            for column in (False, True)
+        )
+        self._portions = portions_for(problem, machine, direction, rows, keys)
 
     @cached_property
     def _tokens(self):
@@ -201,19 +220,26 @@ class PassLoad:
         for rank, of_rank in enumerate(self.needs):
             for need in of_rank:
                 rows, keys = total(need.queries), total(need.keys)
-                of_rows, of_keys = (max(1, min(PORTIONS, tokens // LEAST)) for tokens in (rows, keys))
+                of_rows, of_keys = (max(1, min(self._portions[rank], tokens // LEAST)) for tokens in (rows, keys))
                 launches[rank] += of_rows * of_keys * len(need.pieces)
                 queries[rank] += rows * of_keys
         return launches, queries
 
     @property
     def _launches(self):
-        return self._blocks[0]
+        """Of every rank: one for each list of intervals."""
+        return self._mask.lists * self._blocks[0]
 
     @property
     def _edges(self):
-        """Queries that take the time of more keys than they see: in most blocks no mask cuts what they see."""
-        return PACKING * self._blocks[1]
+        """Queries that take the time of more keys than they see, once an interval.
+
+        Of one interval: in most blocks no mask cuts what they see.  Of several most are whole.
+        """
+        lists, queries = self._mask.lists, self._blocks[1]
+        if lists == 1:
+            return PACKING * queries
+        return np.minimum(self.pairs / max(self._mask.widest, 1), lists * queries)
 
     def seconds(self, machine, nodes, overlap):
         """Seconds of the pass of every rank, and those of them in which it waits: each float (ranks,)."""
@@ -242,7 +268,7 @@ class PassLoad:
         busy = computing + unhidden + merging
         if not overlap:
             return busy + moving, moving
-        seconds = np.maximum(busy, moving) + moving / PORTIONS
+        seconds = np.maximum(busy, moving) + moving / self._portions
         return seconds, seconds - busy
 
 

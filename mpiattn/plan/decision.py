@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..model import cost, planes
-from ..model.divided import PIECES, PassLoad, buffer_bytes, divide, group_bytes
+from ..model.divided import PIECES, PassLoad, buffer_bytes, divide, group_bytes, portions_for
 from ..model.machine import Machine
 from ..model.prediction import Choice
 from ..model.simulate import simulate
@@ -21,7 +21,7 @@ from ..schedule.division import RankPieces, needs_of
 from ..schedule.kinds import GATHERED, IN_COLUMNS, Q
 from ..schedule.needed import Activity
 from ..schedule.piece_steps import PieceSteps
-from ..schedule.ranges import overlap
+from ..schedule.ranges import overlap, total
 from ..schedule.rank_steps import RankSteps
 from ..schedule.regroup import Regrouping, plane_problem
 from ..schedule.remembered import Remembered
@@ -161,7 +161,11 @@ class Decision:
 
     def piece_steps(self, direction: str, rank: int, activity: Activity) -> PieceSteps:
         """The steps of a rank of a divided plan."""
-        return PieceSteps(self.rank_pieces(direction, rank, activity), direction, *group_bytes(self.problem, direction))
+        pieces = self.rank_pieces(direction, rank, activity)
+        rows, keys = (sum(total(need.of(column)) for need in pieces.needs) for column in (False, True))
+        most = int(portions_for(self.problem, self.machine, direction, rows, keys))
+        each = group_bytes(self.problem, direction)
+        return PieceSteps(pieces, direction, each.row, each.key, most)
 
     def schedule(self, direction: str = "forward") -> Schedule:
         """The schedule of a pass on a plane, made once."""

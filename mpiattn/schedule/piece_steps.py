@@ -76,11 +76,14 @@ class PieceStep(NamedTuple):
 class PieceSteps:
     """The steps of a rank.
 
+    row_bytes, key_bytes: that move for a query and for a key of a KV head.  most: portions of a side of a need.
     portions: by need and `column`, its portions.
     arrivals: all portions, in the order in which they are waited for.
     """
 
-    def __init__(self, pieces: RankPieces, direction: str, row_bytes: int, key_bytes: int) -> None:
+    def __init__(
+        self, pieces: RankPieces, direction: str, row_bytes: int, key_bytes: int, most: int = PORTIONS
+    ) -> None:
         self.pieces = pieces
         reduced = {kind in IN_COLUMNS for kind in REDUCED[direction]}
         self.portions: dict[tuple[int, bool], list[Portion]] = {}
@@ -90,7 +93,7 @@ class PieceSteps:
         complete: list[PortionName] = []
         for number in range(len(pieces.needs)):
             for column in (False, True):
-                self.portions[number, column] = _portions(pieces.taken[column][number])
+                self.portions[number, column] = _portions(pieces.taken[column][number], most)
             for arrival, unlocked in self._unlocked(number, row_bytes, key_bytes):
                 self.arrivals.append(arrival)
                 steps.append(PieceStep(tuple(blocks), tuple(complete), arrival))
@@ -194,12 +197,12 @@ def _at(tokens: Ranges, part: slice) -> Ranges:
     return tuple(some)
 
 
-def _portions(parcels: Sequence[Parcel]) -> list[Portion]:
-    """The portions of one side of a need."""
+def _portions(parcels: Sequence[Parcel], most: int) -> list[Portion]:
+    """The portions of one side of a need, at most so many."""
     parcels = sorted(parcels, key=lambda parcel: parcel.places[0].start)
     ends = [max(place[-1] + 1 for place in parcel.places) for parcel in parcels]
     count = sum(parcel.length for parcel in parcels)
-    pieces = max(1, min(PORTIONS, count // LEAST))
+    pieces = max(1, min(most, count // LEAST))
     portions: list[Portion] = []
     start, some = 0, []
     for number, (parcel, end) in enumerate(zip(parcels, ends)):
