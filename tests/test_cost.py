@@ -1,7 +1,7 @@
 """The cost model, memory, and the choice that follows."""
 
 import pytest
-from searches import flat_choices
+from searches import choices, flat_choices
 
 from mpiattn import ArgumentError
 from mpiattn.masks import neighborhood
@@ -12,7 +12,7 @@ from mpiattn.model.space import DIRECTIONS, SearchSpace, layouts
 from mpiattn.model.workload import Load, Work
 from mpiattn.problem.layout import Layout
 from mpiattn.problem.problem import Problem
-from mpiattn.schedule.tile import Tile, tiles
+from mpiattn.schedule.tile import Tile, divided, tiles
 from mpiattn.schedule.travels import mean_sent
 
 
@@ -35,6 +35,15 @@ def test_every_tile_with_every_schedule_best_first():
     slower = [c.seconds for c in choices if c.seconds > (1 + search.SAME_TIME) * least]
     assert len(slower) > 5
     assert slower == sorted(slower) == [c.seconds for c in choices[len(choices) - len(slower) :]]
+
+
+def test_pieces_under_a_mask_of_several_intervals():
+    """Every interval takes launches and edges, in pieces as in the blocks of a mesh."""
+    problem = Problem(128 * 256, heads=4, head_dim=32, mask=neighborhood((128, 256), 15))
+    pieces, mesh = (
+        choices(problem, 16, tiles=[tile], direction="both")[0] for tile in (divided("bands", 16), Tile(1, 4, 4))
+    )
+    assert 0.8 < pieces.seconds / mesh.seconds < 1.5  # all of its blocks are counted, also those that see nothing
 
 
 @pytest.mark.parametrize("lengths", [(0, 0), (8, 0), (0, 8)])
