@@ -7,6 +7,7 @@ import numpy as np
 from dense import separate
 
 from mpiattn.backends.numpy.dropout import philox
+from mpiattn.schedule.tile import DIVISIONS
 from mpiattn.verify import reference
 from mpiattn.verify.reference_masks import place_of
 
@@ -41,9 +42,9 @@ class Drawn(NamedTuple):
 
 
 def draw(problem, seed, kinds=None, narrow=False, tile=None):
-    """Random biases of a problem: some of the kinds, or those named.  tile: of a plan; with "bands" none is dense."""
+    """Random biases of a problem: some of the kinds, or those named.  tile: of a plan; with pieces none is dense."""
     p, rng, numbers = problem, random.Random(seed), np.random.default_rng(seed)
-    if tile == "bands":
+    if tile in DIVISIONS:
         kinds = kinds or rng.choice(WITHOUT_TILES)
     kinds = kinds or rng.choice(
         ["bias", "bias", "bias", "key_bias", "alibi", "relative", "grid", "dropout", "bias key_bias", "alibi relative"]
