@@ -27,18 +27,19 @@ def test_a_quick_search_finds_the_best():
 
 
 def test_one_document_is_none():
-    """The whole sequence as one document is chosen for as without documents, and needs the same memory."""
+    """The whole sequence as one document is chosen for as without documents, and a mesh needs the same memory."""
     problem = Problem(5000, 8, 64, causal=True)
-    without = choices(problem, 12)[0]
-    single = choices(problem, 12, mask=problem.mask_of((0, 5000)))[0]
+    without = choices(problem, 12, meshes=True)[0]
+    single = choices(problem, 12, mask=problem.mask_of((0, 5000)), meshes=True)[0]
     assert single._replace(seconds=0, waiting=0) == without._replace(seconds=0, waiting=0)
     assert single.seconds == pytest.approx(without.seconds, rel=0.02)
 
 
 def test_short_documents_stay_where_they_are():
-    """Of documents that seldom cross the edge of a chunk next to nothing is sent; memory is that of any call."""
+    """Documents that seldom cross the edge of a chunk send next to nothing. A mesh has the memory of any call."""
     problem = Problem(SHORT[-1], 8, 64)  # not causal: without documents no layout is better than another
-    best = choices(problem, 16, mask=problem.mask_of(tuple(SHORT)))[0]
+    assert choices(problem, 16, mask=problem.mask_of(tuple(SHORT)))[0].sent_bytes == 0
+    best = choices(problem, 16, mask=problem.mask_of(tuple(SHORT)), meshes=True)[0]
     assert best.tile.h == 1 and best.layouts == best.mesh_layouts and best.layouts[0].kind == "contiguous"
     assert best.sent_bytes == 0
     same = flat_choices(problem, 16, tiles=[best.tile], schedules=[best.schedule], layout_pairs=[best.layouts])[0]

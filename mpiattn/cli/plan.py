@@ -297,7 +297,7 @@ def _listed(best, *named):
     for h in sorted({tile.h for tile in best} - {1}):
         of_h = [tile for tile in best if tile.h == h]
         listed += [min(of_h, key=lambda tile: (best[tile].seconds, best[tile].sent_bytes)), Tile(h, 1, of_h[0].chunks)]
-    return sorted(set(listed), key=lambda tile: (tile.divided, tile.h, tile.a))
+    return sorted(set(listed), key=lambda tile: (tile.divided, tile.h, tile.a, str(tile)))
 
 
 # Figures
