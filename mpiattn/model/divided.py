@@ -285,10 +285,13 @@ class DividedCase:
 
     @cached_property
     def _loads(self):
+        return self._of(self._space.mask)
+
+    def _of(self, mask):
+        """The `PassLoad` of every pass under a mask."""
         space = self._space
         return [
-            PassLoad(self.tile, space.problem, space.mask, self._pair, direction, space.machine)
-            for direction in space.passes
+            PassLoad(self.tile, space.problem, mask, self._pair, direction, space.machine) for direction in space.passes
         ]
 
     def computing(self):
@@ -315,7 +318,10 @@ class DividedCase:
             seconds += float(of_ranks.max(initial=0))
             waiting += float(waited.mean())
             pairs += load.pairs
-        buffers = np.max([load.buffer_bytes() for load in self._loads], axis=0)
+        in_memory = self._loads
+        if space.mask != p.whole_mask:  # any call may have no documents
+            in_memory = in_memory + self._of(p.whole_mask)
+        buffers = np.max([load.buffer_bytes() for load in in_memory], axis=0)
         lengths = [np.array(layout.lengths) for layout in self._pair]
         backward = "backward" in space.passes
         own = buffers + memory.own_bytes(p, lengths, backward, False)
