@@ -15,6 +15,7 @@ from ..schedule.kinds import GATHERED, IN_COLUMNS, KINDS, REDUCED, TAG
 from ..schedule.piece_steps import PORTIONS, parts_of
 from ..schedule.timeline import Moved, StepTimes, Timeline
 from ..schedule.travels import token_bytes
+from .executor import Advance
 from .launches import launch_lists
 from .piece_memory import PieceMemory
 from .record import Pass, Step, Transfer
@@ -125,6 +126,8 @@ class PieceExecutor:
                 self._ready[kind, number] = self.computation.clear(kind, self.memory.needs[kind, number])
         self._post_given()
         total = sum(self._area(block) for step in self.steps.steps for block in step.blocks)
+        self._advance = progress and Advance(progress, self.mesh.size)
+        before = 0
         for number, step in enumerate(self.steps.steps):
             self.number = number
             self.where = f"in step {number + 1} of {len(self.steps.steps)} of the {self.direction} pass"
@@ -132,13 +135,17 @@ class PieceExecutor:
             self._post_ahead()
             self.launched.append([])
             for block in step.blocks:
+                area = self._area(block)
+                # where the block begins, and how much of all it is: for its launches
+                self._span = before / total, area / total
+                before += area
                 if self._run_block(block):
                     row, column = (block.need * PORTIONS + portion for portion in block[1:])
                     self.launched[-1].append((row, column))
                 self._note_arrived()
                 self._merge()
                 if progress:
-                    progress(self.mesh.size * self._area(block) / total)
+                    self._advance(before / total)
             for name in step.complete:
                 self._give(name)
             computed = clock()
@@ -155,7 +162,8 @@ class PieceExecutor:
         for _, array in self._sends:
             self.backend.sent(array)
         self.times.append((begun, begun, clock()))
-        self._sends, self._sources, self._biases = [], None, None  # the caller's arrays, which it may free now
+        # What is the caller's, which may be freed now
+        self._sends, self._sources, self._biases, self._advance = [], None, None, None
         return {kind: {group: self.memory.own[kind, group] for group in self.groups} for kind in self._reduced}
 
     def trace(self):
@@ -289,9 +297,11 @@ class PieceExecutor:
             self.steps.portions[block.need, column][number]
             for column, number in ((False, block.row), (True, block.column))
         )
-        for part in parts_of(need, rows, keys):
+        parts = parts_of(need, rows, keys)
+        for number, part in enumerate(parts):
             launches = self.calls.between(need.sequence, part.at_rows, part.at_keys)
             if launches:
+                self._part = number, len(parts)
                 self._launch(block.need, need, part, launches)
                 any_work = True
         return any_work
@@ -319,7 +329,11 @@ class PieceExecutor:
             self._ready[kind, number] = event
 
     def _meanwhile(self, share):
-        """The callback of a launch while it computes: polls MPI, and posts what may be posted."""
+        """The callback of a launch while it computes: polls MPI, posts what may be posted, and reports the progress."""
+        if self._advance:
+            begin, size = self._span
+            number, count = self._part
+            self._advance(begin + size * (number + share) / count)
         if self.exchange.due():
             self._note_arrived()
             self._post_ahead()
