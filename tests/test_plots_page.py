@@ -98,11 +98,11 @@ def test_bars_are_the_table(monkeypatch, capsys, tmp_path, words):
 
 def test_planes_are_drawn_as_planes_of_all_ranks(monkeypatch, capsys, tmp_path):
     """What the table saves, what the passes take of its time, and which ranks a plane has."""
-    figure, table, _ = plan(monkeypatch, capsys, tmp_path, PLANES)
+    figure, table, _ = plan(monkeypatch, capsys, tmp_path, f"{PLANES} --tile mesh")
     matrix, _, mesh, sent, _, forward = figure.axes
     assert "in one of 8 planes" in title(matrix) and "n of plane p is rank 8 n + p" in title(mesh)
     assert {"A = 1 column", "B = 8 rows"} < set(texts(mesh)) and "of a plane in the forward pass" in title(forward)
-    assert any("79.6 % less" in text for text in texts(sent)) and "79.6 %" in table
+    assert any("80.8 % less" in text for text in texts(sent)) and "80.8 %" in table
     assert "8x1x8 USP <- auto" in [label.get_text() for label in sent.get_yticklabels()]
     assert "regrouping before and after" in figure.get_suptitle()
 
@@ -183,9 +183,10 @@ def test_page_of_pieces(monkeypatch, capsys, tmp_path):
     *heads, sent, _, forward = figure.axes
     assert [title(axes) for axes in heads] == ["KV head 0", "KV head 1"]
     pieces = [(piece["kv_head"], rank) for rank, of in enumerate(data["steps"]["forward"]["ranks"]) for piece in of]
-    assert [(head, int(text)) for head, axes in enumerate(heads) for text in texts(axes)] == sorted(pieces)
+    drawn = {(head, int(text)) for head, axes in enumerate(heads) for text in texts(axes)}
+    assert drawn <= set(pieces) and {rank for _, rank in drawn} == set(range(7))  # narrow ones have no number
     assert sum(len(axes.lines) for axes in heads) == len(pieces)
-    assert "bands <- --tile" in [label.get_text() for label in sent.get_yticklabels()]
+    assert any(label.get_text().startswith("bands <-") for label in sent.get_yticklabels())
     assert "which ends last in the forward pass" in title(forward)
     assert "tile bands, pieces schedule" in figure.get_suptitle()
 
@@ -227,7 +228,7 @@ def test_page(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.parametrize("ranks, seqlen, panels", [(1, 100, 4), (2, 0, 6), (7, 3, 6)])
 def test_page_of_little(monkeypatch, capsys, tmp_path, ranks, seqlen, panels):
-    words = f"--ranks {ranks} --seqlen {seqlen} --heads 1 --head-dim 1 --causal"
+    words = f"--ranks {ranks} --seqlen {seqlen} --heads 1 --head-dim 1 --causal --tile mesh"
     figure, *_ = plan(monkeypatch, capsys, tmp_path, words)
     assert len(figure.axes) == panels
     needed = {(i, j) for i in range(ranks) for j in range(i + 1) if i < seqlen} if seqlen < 100 else {(0, 0)}
