@@ -40,7 +40,7 @@ def test_ranks(ranks):
         cwd=ROOT,
         env={"MPIATTN_BACKENDS": "cuda", "MPIATTN_CUPY": "fake", "MPIATTN_TRANSPORT": "ipc"},
     )
-    assert re.search(r"^1[59] passed", outcome.stdout, re.MULTILINE), outcome.stdout
+    assert re.search(r"^(16|20) passed", outcome.stdout, re.MULTILINE), outcome.stdout
 
 
 @needs_compiler

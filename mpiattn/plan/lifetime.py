@@ -18,7 +18,7 @@ from .foresight import check_memory, own_bytes
 from .piece_passes import PiecePasses
 from .rank_passes import RankPasses
 from .returned import Returned
-from .settle import asked_like, checked_for_layouts, resized, searched_anew
+from .settle import asked_like, checked_for_layouts, for_transport, resized, searched_anew
 from .traced import Traced
 from .verified import Verified
 
@@ -166,6 +166,7 @@ class Lifetime(Verified, Traced):
                 other._backend = another(self._backend, self._peers.rank, home.nodes)
                 if searching:
                     checked = checked_for_layouts(self._decision, other._asked, problem, self._peers.comm)
+                    checked = for_transport(checked, other._backend)
                 else:
                     other._decision, other._mesh = resized(self._decision, other._asked, problem), self._mesh
                     same["schedule"] = other._decision.schedule()  # built separately on every rank

@@ -54,8 +54,7 @@ def settle(home: Home, peers: Peers, asked: Asked) -> tuple[Decision, Backend]:
         same |= {name: AsGiven(same[name], getattr(given, name)) for name in ("tile", "layout", "expected_cu_seqlens")}
     in_order = checked.tile is None or not checked.tile.divided
     backend = make_backend(peers, home.nodes, given.backend, given.transport, home.known, in_order)
-    if backend.transport == "ipc":  # which takes messages in the order in which they are sent
-        checked = replace(checked, meshes=True)
+    checked = for_transport(checked, backend)
     # with a Layout of the caller the data is already in place; otherwise the mesh follows the nodes
     order = home.order if isinstance(given.layout, str) else None
     nodes = [home.nodes[rank] for rank in order or range(ranks)]
@@ -68,6 +67,13 @@ def settle(home: Home, peers: Peers, asked: Asked) -> tuple[Decision, Backend]:
 
     # on rank 0 only: time and memory grow with the square of the ranks
     return _decision_of(from_rank_0(peers, choose), problem, checked.expected_cu_seqlens), backend
+
+
+def for_transport(checked: CheckedOptions, backend: Backend) -> CheckedOptions:
+    """Options with which "auto" takes meshes alone where messages must be received in the order of the sends."""
+    if backend.transport == "ipc":
+        return replace(checked, meshes=True)
+    return checked
 
 
 _CHOSEN: OrderedDict[str, bytes] = OrderedDict()  # pickled plans by what they were chosen for, the oldest first

@@ -19,6 +19,7 @@ from mpiattn.arguments.arrays import on_host
 from mpiattn.comm import device_trial, mesh, transport
 from mpiattn.comm.acks import Acks
 from mpiattn.comm.peers import Peers
+from mpiattn.model import divided
 
 pytestmark = [
     pytest.mark.workshop,
@@ -322,3 +323,14 @@ def test_pieces_of_the_scores(comm):
         ArgumentError, match=r"^transport is 'ipc'; with tile bands, .* it must be auto, staged or device$"
     ):
         MeshAttention(comm, **arguments, backend="cuda", transport="ipc")
+
+
+def test_auto_takes_meshes(comm, at_least, monkeypatch):
+    """Also where pieces would take no time, and for a plan like another one."""
+    at_least(2)
+    monkeypatch.setattr(divided.PassLoad, "seconds", lambda *how: (np.zeros(comm.size), np.zeros(comm.size)))
+    shape = SHAPE | {"seqlen": 4096, "causal": True}
+    with MeshAttention(comm, **shape, transport="staged") as plan:
+        assert plan.tile.divided
+    with MeshAttention(comm, **shape, transport="ipc") as plan, plan.like(window=(1023, 0)) as windowed:
+        assert not plan.tile.divided and not windowed.tile.divided
