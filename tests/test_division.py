@@ -152,6 +152,18 @@ def test_what_one_gives_the_other_takes(seed):
             assert all(peers.count(peer) <= FEW_RUNS for peer in peers)
 
 
+@pytest.mark.parametrize("seed", CASES)
+def test_steps_without_overlap(seed):
+    """The same arrivals, blocks and partials; no block runs, and no partial leaves, before all portions are here."""
+    for of in Case(seed).pieces():
+        together, apart = (PieceSteps(of, "backward", 3, 2, overlap=overlap) for overlap in (True, False))
+        *waiting, last = apart.steps
+        assert [step.arrival for step in waiting] == together.arrivals and last.arrival is None
+        assert all(not step.blocks and not step.complete for step in waiting)
+        assert last.blocks == tuple(block for step in together.steps for block in step.blocks)
+        assert last.complete == tuple(name for step in together.steps for name in step.complete)
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("seed", CASES)
 def test_steps(seed, direction, monkeypatch):

@@ -12,7 +12,7 @@ from time import perf_counter as clock
 
 from ..backends.wire import in_place
 from ..schedule.kinds import GATHERED, IN_COLUMNS, KINDS, REDUCED, TAG
-from ..schedule.piece_steps import PORTIONS, parts_of
+from ..schedule.piece_steps import PORTIONS
 from ..schedule.timeline import Moved, StepTimes, Timeline
 from ..schedule.travels import token_bytes
 from .executor import Advance
@@ -150,7 +150,7 @@ class PieceExecutor:
                 self._give(name)
             computed = clock()
             if step.arrival:
-                self._wait_for(step.arrival)
+                self._wait_for_next()
             self.times.append((begun, computed, clock()))
         if progress and not total:  # a rank without pieces
             progress(self.mesh.size)
@@ -180,7 +180,7 @@ class PieceExecutor:
     # Own tokens
 
     def _post_given(self):
-        """Send this rank's own tokens to all pieces that need them, and copy them to its own pieces."""
+        """Send this rank's own tokens to all pieces of others that need them."""
         packed = {}
         for kind in GATHERED:
             for parcel in self.steps.pieces.given[kind in IN_COLUMNS]:
@@ -190,9 +190,8 @@ class PieceExecutor:
                 if (kind, key) not in packed:
                     packed[kind, key] = self._packed(kind, key, parcel)
         self.backend.begin()  # messages have these copies
-        for column in (False, True):
-            kind = next(kind for kind in GATHERED if (kind in IN_COLUMNS) == column)
-            for parcel in self.steps.pieces.given[column]:
+        for kind in GATHERED:
+            for parcel in self.steps.pieces.given[kind in IN_COLUMNS]:
                 if parcel.peer != self.mesh.chunk:
                     key = _group(parcel), parcel.tokens
                     self._send(kind, parcel, packed[kind, key])
@@ -261,24 +260,23 @@ class PieceExecutor:
                 for memory, array in zip(buffer, landing):
                     self.backend.copy(memory[_as_slice(place)], array[at])
 
-    def _wait_for(self, name):
-        """Wait until a portion is here."""
-        while not self._coming:
-            self._post_portion()
-        first, coming = self._coming.popleft()
+    def _wait_for_next(self):
+        """Wait until the next portion is here."""
+        name, coming = self._coming.popleft()
         if coming.arrived is None:
             self.exchange.wait(coming.requests, self.where)
             coming.arrived = clock()
         for array in coming.arrays:
             self.backend.wait(self.backend.arrived(array))
-        self._place(coming.places, self.memory.needs["KV" if name.column else "Q", name.need])
-        kind = "KV" if first.column else "Q"
-        for parcel in self.steps.portions[first.need, first.column][first.number].parcels:
+        kind = "KV" if name.column else "Q"
+        self._place(coming.places, self.memory.needs[kind, name.need])
+        for parcel in self.steps.portions[name.need, name.column][name.number].parcels:
             if parcel.peer != self.mesh.chunk:
                 self.received.append((kind, parcel, self.number, coming.begun, coming.arrived))
         self._post_ahead()
 
     def _note_arrived(self):
+        """Note which portions have arrived, so that more are posted."""
         for _, coming in self._coming:
             if coming.arrived is None and self.exchange.complete(coming.requests):
                 coming.arrived = clock()
@@ -293,11 +291,7 @@ class PieceExecutor:
     def _run_block(self, block):
         """Launch the parts of a block; returns whether any of its queries sees any of its keys."""
         need, any_work = self.steps.pieces.needs[block.need], False
-        rows, keys = (
-            self.steps.portions[block.need, column][number]
-            for column, number in ((False, block.row), (True, block.column))
-        )
-        parts = parts_of(need, rows, keys)
+        parts = self.steps.parts[tuple(block)]
         for number, part in enumerate(parts):
             launches = self.calls.between(need.sequence, part.at_rows, part.at_keys)
             if launches:

@@ -155,7 +155,7 @@ class Decision:
         return needs
 
     def rank_pieces(self, direction: str, rank: int, activity: Activity) -> RankPieces:
-        """What a rank of a divided plan does in the passes of a direction of a call."""
+        """The `RankPieces` of a rank of a divided plan in the passes of a direction of a call."""
         needs = self._needs(direction) if activity is self.activity else self._needs_of(direction, activity)
         return RankPieces(needs, self.layouts, rank)
 
@@ -165,7 +165,7 @@ class Decision:
         rows, keys = (sum(total(need.of(column)) for need in pieces.needs) for column in (False, True))
         most = int(portions_for(self.problem, self.machine, direction, rows, keys))
         each = group_bytes(self.problem, direction)
-        return PieceSteps(pieces, direction, each.row, each.key, most)
+        return PieceSteps(pieces, direction, each.row, each.key, most, self.overlap)
 
     def schedule(self, direction: str = "forward") -> Schedule:
         """The schedule of a pass on a plane, made once."""

@@ -155,14 +155,8 @@ def _met(side: Side, parts: NDArray[np.int64], ends: NDArray[np.int64], tokens: 
     return list(map(tuple, met))
 
 
-def owned(layout: Layout, rank: int, tokens: Ranges) -> int:
-    """How many of some tokens, by position, a rank owns."""
-    ends = np.array(tokens, np.int64).reshape(-1, 2)
-    return int(np.diff(layout.below(rank, ends)).sum())
-
-
 class RankPieces:
-    """What one rank does in the calls with one division and the same documents.
+    """The pieces of one rank in calls with the same documents, and the parcels that it takes and gives.
 
     needs: of every rank, as of `needs_of`.
     The attribute `needs` has this rank's own.
@@ -171,7 +165,7 @@ class RankPieces:
     """
 
     def __init__(self, needs: Sequence[Sequence[Need]], layouts: tuple[Layout, Layout], rank: int) -> None:
-        self.rank, self.layouts, self.needs = rank, layouts, needs[rank]
+        self.rank, self.needs = rank, needs[rank]
         ranks = len(needs)
         self.taken: dict[bool, list[list[Parcel]]] = {}
         self.given: dict[bool, list[Parcel]] = {}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .kinds import IN_COLUMNS, REDUCED
 from .ranges import union
+from .remembered import Remembered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,17 +78,26 @@ class PieceSteps:
     """The steps of a rank.
 
     row_bytes, key_bytes: that move for a query and for a key of a KV head.  most: portions of a side of a need.
+    overlap: whether blocks run while portions are under way; else all of them run when all portions are here.
     portions: by need and `column`, its portions.
     arrivals: all portions, in the order in which they are waited for.
+    parts: parts[block] is `parts_of` a block, made once.
     """
 
     def __init__(
-        self, pieces: RankPieces, direction: str, row_bytes: int, key_bytes: int, most: int = PORTIONS
+        self,
+        pieces: RankPieces,
+        direction: str,
+        row_bytes: int,
+        key_bytes: int,
+        most: int = PORTIONS,
+        overlap: bool = True,
     ) -> None:
         self.pieces = pieces
         reduced = {kind in IN_COLUMNS for kind in REDUCED[direction]}
         self.portions: dict[tuple[int, bool], list[Portion]] = {}
         self.arrivals: list[PortionName] = []
+        self.parts = Remembered(self._parts)
         steps: list[PieceStep] = []
         blocks: list[PieceBlock] = []
         complete: list[PortionName] = []
@@ -100,7 +110,12 @@ class PieceSteps:
                 blocks = [PieceBlock(number, *block) for block in unlocked]
                 complete = self._complete(number, arrival, reduced)
         steps.append(PieceStep(tuple(blocks), tuple(complete), None))
-        self.steps = tuple(steps)
+        self.steps = tuple(steps) if overlap else _apart(steps)
+
+    def _parts(self, *block: int) -> list[BlockPart]:
+        """As `parts`."""
+        need, row, column = block
+        return parts_of(self.pieces.needs[need], self.portions[need, False][row], self.portions[need, True][column])
 
     def _starts(self, number: int, column: bool) -> list[int]:
         """The portions of one side of a need in the order in which they come: from that with own tokens on."""
@@ -157,6 +172,13 @@ class PieceSteps:
             # The last of the other side completes all that are here
             complete += [name for name in self.arrivals if name.need == number and name.column == column]
         return complete
+
+
+def _apart(steps: Sequence[PieceStep]) -> tuple[PieceStep, ...]:
+    """The same arrivals without blocks, then all blocks."""
+    blocks = tuple(block for step in steps for block in step.blocks)
+    complete = tuple(name for step in steps for name in step.complete)
+    return (*(PieceStep((), (), step.arrival) for step in steps[:-1]), PieceStep(blocks, complete, None))
 
 
 def parts_of(need: Need, rows: Portion, keys: Portion) -> list[BlockPart]:

@@ -156,3 +156,15 @@ def test_what_it_refuses(comm):
     for option, value in ("schedule", "collective"), ("route", "ring"), ("mesh_layout", "zigzag"):
         with pytest.raises(ArgumentError, match=rf"^{option} is '{value}'; with tile bands, "):
             MeshAttention(comm, **SHAPE, **{option: value})
+
+
+def test_without_overlap(comm):
+    """No block runs before all portions are here, and the results are the same but for rounding."""
+    results = []
+    for overlap in (True, False):
+        with MeshAttention(comm, **SHAPE, dtype="float32", overlap=overlap) as plan:
+            out, lse = plan.forward(*ones(plan))
+            results.append((out, lse))
+            blocks = [step.blocks for step in plan._passes.executors["forward"].steps.steps[:-1]]
+    assert not any(blocks)
+    assert all(np.allclose(*pair, rtol=1e-6, atol=1e-6) for pair in zip(*results))
