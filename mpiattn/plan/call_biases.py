@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..backends.base import Array, Backend
     from ..comm.peers import Peers
     from ..engine.bias_parts import Part
+    from ..problem.distances import ByDistance
     from ..problem.problem import Problem
     from ..schedule.division import Need
     from ..schedule.needed import Activity
@@ -186,45 +187,54 @@ class CallBiases:
 
     def of_pass(self) -> Biases:
         """The biases of a pass.  The gradients that it adds to are zeroed."""
-        backend, share, dtype = self._backend, self._share, self._problem.partial_dtype
-        sequences, heads, *_ = share.shape
-        backend.zero([array for array in (self._dtile, self._dkeys) if array is not None])
-        parts: list[Part] = []
+        self._zero_gradients()
+        share, tile = self._share, []
         if self._tile is not None:
-            parts.append(TileBias(backend, "bias", self._tile, self._dtile, share.layouts, share.chunks))
-        if self._keys is not None:
-            parts.append(KeyBias(backend, "key_bias", sequences, heads, dtype, "key_bias" in self._wanted))
-        parts += [DistanceBias(backend, each, dtype, each.name in self._wanted) for each in self._functions]
-        dropout = None
-        if self._threshold:
-            numbers = np.arange(self._problem.batch)[share.sequences, None] * self._problem.heads
-            of_heads = (numbers + np.arange(self._problem.heads)[share.heads]).ravel()
-            dropout = self._threshold, self.given.seed, of_heads
-        return Biases(backend, parts, dropout, share.layouts, sequences, heads, dtype)
+            tile = [TileBias(self._backend, "bias", self._tile, self._dtile, share.layouts, share.chunks)]
+        return self._biases(share.sequences, share.heads, self._functions, share.layouts, tile)
 
     def of_needs(self) -> Callable[[Need], Biases]:
-        """A function that returns the biases of a piece, of a divided plan.  As `of_pass` it zeroes gradients."""
-        backend, p = self._backend, self._problem
-        backend.zero([array for array in (self._dkeys,) if array is not None])
-        sharing = p.heads // p.kv_heads
-        # A piece knows its tokens by position
-        whole = tuple(Layout("contiguous", tokens, 1) for tokens in (p.seqlen, p.seqlen_k))
+        """A function that returns the biases of a need of a divided plan.  As `of_pass` it zeroes gradients."""
+        self._zero_gradients()
+        p, sharing = self._problem, self._problem.heads // self._problem.kv_heads
+        # A need knows its tokens by position
+        whole = Layout("contiguous", p.seqlen, 1), Layout("contiguous", p.seqlen_k, 1)
 
         def of_need(need: Need) -> Biases:
             heads = slice(need.head * sharing, (need.head + 1) * sharing)
-            parts: list[Part] = []
-            if self._keys is not None:
-                parts.append(KeyBias(backend, "key_bias", 1, sharing, p.partial_dtype, "key_bias" in self._wanted))
-            for function in self._functions:
-                wanted = function.name in self._wanted
-                parts.append(DistanceBias(backend, function.of_heads(heads), p.partial_dtype, wanted))
-            dropout = None
-            if self._threshold:
-                of_heads = need.sequence * p.heads + np.arange(heads.start, heads.stop)
-                dropout = self._threshold, self.given.seed, of_heads
-            return Biases(backend, parts, dropout, whole, 1, sharing, p.partial_dtype)
+            functions = [function.of_heads(heads) for function in self._functions]
+            return self._biases(slice(need.sequence, need.sequence + 1), heads, functions, whole)
 
         return of_need
+
+    def _zero_gradients(self) -> None:
+        self._backend.zero([array for array in (self._dtile, self._dkeys) if array is not None])
+
+    def _biases(
+        self,
+        sequences: slice,
+        heads: slice,
+        functions: Sequence[ByDistance],
+        layouts: tuple[Layout, Layout],
+        tile: Sequence[Part] = (),
+    ) -> Biases:
+        """The biases of some sequences and heads.
+
+        functions: of distances, for these heads.  layouts: by which launches name their tokens.
+        tile: the part of a dense bias, if there is one.
+        """
+        p, backend, dtype = self._problem, self._backend, self._problem.partial_dtype
+        entries, own_heads = np.arange(p.batch)[sequences], np.arange(p.heads)[heads]
+        parts = [*tile]
+        if self._keys is not None:
+            wanted = "key_bias" in self._wanted
+            parts.append(KeyBias(backend, "key_bias", len(entries), len(own_heads), dtype, wanted))
+        parts += [DistanceBias(backend, each, dtype, each.name in self._wanted) for each in functions]
+        dropout = None
+        if self._threshold:
+            of_heads = (entries[:, None] * p.heads + own_heads).ravel()
+            dropout = self._threshold, self.given.seed, of_heads
+        return Biases(backend, parts, dropout, layouts, len(entries), len(own_heads), dtype)
 
     def collect(self, sum_over_planes: Callable[[Array, tuple[int, ...]], None]) -> None:
         """Make the results of what a pass has added up; collective.
