@@ -54,18 +54,18 @@ def divide(tile, problem, mask, layouts, direction, documents=None, machine=None
     each = group_bytes(problem, direction)
     groups = problem.batch * problem.kv_heads
     owned = tuple(map(_in_a_row, layouts))
-    if tile.kind == "dealt" and documents is not None and all(cuts is not None for cuts in owned):
+    if any(cuts is None for cuts in owned):
+        owned = None
+    if tile.kind == "dealt" and documents is not None and owned is not None:
         costs = _costs(problem, machine, direction)
         return dealt(problem.whole_mask, documents, problem.batch, problem.kv_heads, owned, costs)
-    return bands(
-        mask, tile.ranks, groups, each.row, each.key, owned if all(cuts is not None for cuts in owned) else None
-    )
+    return bands(mask, tile.ranks, groups, each.row, each.key, owned)
 
 
 def _costs(problem, machine, direction):
-    """What `dealt` goes by, in femtoseconds.
+    """The `Costs` that `dealt` goes by, in femtoseconds.
 
-    Of links between nodes, where there are any: documents that fit on a node seldom have to leave it.
+    The slowest link counts: documents that fit on a node seldom have to leave it.
     """
     groups = problem.batch * problem.kv_heads
     rate = min(machine.inside.bandwidth, machine.between.bandwidth)
@@ -170,7 +170,7 @@ def buffer_bytes(problem, needs, layouts, direction):
 
 
 class PassLoad:
-    """What every rank computes, sends and receives in a pass.
+    """The work and the transfers of every rank in a pass.
 
     tile: a `Divided` tile.  layouts: of the ranks' queries and keys.  mask: what queries see.
     """
@@ -215,7 +215,7 @@ class PassLoad:
 
     @cached_property
     def _blocks(self):
-        """Of every rank, the number of its launches, and of queries in all of them: both float (ranks,)."""
+        """The numbers of launches of every rank, and of queries in all of them: both float (ranks,)."""
         launches, queries = np.zeros(len(self.needs)), np.zeros(len(self.needs))
         for rank, of_rank in enumerate(self.needs):
             for need in of_rank:
@@ -227,14 +227,14 @@ class PassLoad:
 
     @property
     def _launches(self):
-        """Of every rank: one for each list of intervals."""
+        """The number of launches of every rank, one for each list of intervals: float (ranks,)."""
         return self._mask.lists * self._blocks[0]
 
     @property
     def _edges(self):
-        """Queries that take the time of more keys than they see, once an interval.
+        """The number of times that queries of every rank take the time of more keys than they see: float (ranks,).
 
-        Of one interval: in most blocks no mask cuts what they see.  Of several most are whole.
+        With one interval a query: once a block, of which most are not cut by the mask.  With several: once an interval.
         """
         lists, queries = self._mask.lists, self._blocks[1]
         if lists == 1:

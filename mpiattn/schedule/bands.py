@@ -88,20 +88,20 @@ class _Side(NamedTuple):
     """The matrix of a group as it is, or turned: what is to be divided, and who owns what of it.
 
     row_bytes, key_bytes: bytes that a row and a key move for each rank that needs them.
-    own_rows, own_keys: where those of each rank begin, and the last end; both (ranks + 1,), or None.  Of a turned
-        matrix the last rank is the first.
+    own_rows, own_keys: where those of each rank begin, and the last end; both (ranks + 1,), or empty where that is not
+        known.  Of a turned matrix the last rank is the first.
     """
 
     mask: Mask | _Turned
     row_bytes: int
     key_bytes: int
-    own_rows: NDArray[np.int64] | None
-    own_keys: NDArray[np.int64] | None
+    own_rows: NDArray[np.int64]
+    own_keys: NDArray[np.int64]
 
     @classmethod
     def turned(cls, side: _Side, mask: Mask) -> _Side:
         """The matrix of `side`, which is not turned and has this mask."""
-        rows, keys = (None if cuts is None else cuts[-1] - cuts[::-1] for cuts in (side.own_rows, side.own_keys))
+        rows, keys = (cuts[-1] - cuts[::-1] for cuts in (side.own_rows, side.own_keys))
         return cls(_Turned(mask), side.key_bytes, side.row_bytes, keys, rows)
 
     def rows_owned(self, first: int, last: int) -> NDArray[np.int64]:
@@ -126,8 +126,7 @@ class _Side(NamedTuple):
         return Piece(group, top, bottom, first, last)
 
 
-def _owned(cuts: NDArray[np.int64] | None, first: int, last: int) -> NDArray[np.int64]:
-    assert cuts is not None
+def _owned(cuts: NDArray[np.int64], first: int, last: int) -> NDArray[np.int64]:
     return np.maximum(np.minimum(cuts[1:], last) - np.maximum(cuts[:-1], first), 0)
 
 
@@ -163,7 +162,7 @@ def _outermost(mask: Mask | _Turned, rows: NDArray[np.int64]) -> tuple[NDArray[n
 
 
 class _Share(NamedTuple):
-    """What a rank computes of a group: so many of the parts into which the work of a group is cut, one for each rank.
+    """The share of a rank in a group: so many of the parts into which the work of a group is cut, one for each rank.
 
     slot: number of the rank, before it is known who that is.
     """
@@ -275,7 +274,7 @@ class _Below:
         self.all = int(self._before[-1])
 
     def pairs(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Those below each of `keys`."""
+        """The visible pairs below each of `keys`."""
         at = self._key.searchsorted(keys, "right") - 1
         return self._before[at] + (keys - self._key[at]) * self._seeing[at]
 
@@ -322,35 +321,38 @@ class _Corner(NamedTuple):
     Bands of three ranks move as much, but the triangle at the top makes one of them the busiest of all.
 
     third, bottom: rows of each third, but that the last goes on to `bottom`.
-    one, two, last: one past the last key that each third sees.
+    first_end, second_end, last: one past the last key that each third sees.
     """
 
     third: int
     bottom: int
-    one: int
-    two: int
+    first_end: int
+    second_end: int
     last: int
 
     def cost(self, side: _Side) -> int:
         """Bytes that it moves."""
-        return (2 * self.bottom - self.third) * side.row_bytes + (self.one + self.last) * side.key_bytes
+        return (2 * self.bottom - self.third) * side.row_bytes + (self.first_end + self.last) * side.key_bytes
 
     def worth(self, side: _Side) -> list[NDArray[np.int64]]:
         """Bytes that each rank owns of the needs of each tile: (ranks,)."""
         step, bottom = self.third, self.bottom
         needs = [
-            (side.rows_owned(0, 2 * step), side.keys_owned(0, self.one)),
-            (side.rows_owned(2 * step, bottom), side.keys_owned(0, self.one) + side.keys_owned(self.two, self.last)),
-            (side.rows_owned(step, bottom), side.keys_owned(self.one, self.two)),
+            (side.rows_owned(0, 2 * step), side.keys_owned(0, self.first_end)),
+            (
+                side.rows_owned(2 * step, bottom),
+                side.keys_owned(0, self.first_end) + side.keys_owned(self.second_end, self.last),
+            ),
+            (side.rows_owned(step, bottom), side.keys_owned(self.first_end, self.second_end)),
         ]
         return [of_rows + of_keys for of_rows, of_keys in needs]
 
     def tiles(self, keys: int) -> list[list[_Rectangle]]:
         """The rectangles of each tile, of so many keys."""
         return [
-            [(0, 2 * self.third, 0, self.one)],
-            [(2 * self.third, self.bottom, 0, self.one), (0, self.bottom, self.two, keys)],
-            [(0, self.bottom, self.one, self.two)],
+            [(0, 2 * self.third, 0, self.first_end)],
+            [(2 * self.third, self.bottom, 0, self.first_end), (0, self.bottom, self.second_end, keys)],
+            [(0, self.bottom, self.first_end, self.second_end)],
         ]
 
 
@@ -359,18 +361,18 @@ def _corner(side: _Side, bottom: int) -> _Corner | None:
     third = bottom // CORNER
     if third < TILE_ROWS:
         return None
-    one, two = _outermost(side.mask, np.array([third - 1, 2 * third - 1]))[1].tolist()
-    if not 0 < one < two:
+    first_end, second_end = _outermost(side.mask, np.array([third - 1, 2 * third - 1]))[1].tolist()
+    if not 0 < first_end < second_end:
         return None
     upper, middle, lower = (_Below(side.mask, *rows) for rows in pairwise([0, third, 2 * third, bottom]))
-    if upper.last > one or middle.last > two:
+    if upper.last > first_end or middle.last > second_end:
         return None
-    cuts = np.array([one, two])
+    cuts = np.array([first_end, second_end])
     (of_middle, _), (left, right) = middle.pairs(cuts).tolist(), lower.pairs(cuts).tolist()
     pairs = upper.all + of_middle, left + lower.all - right, middle.all - of_middle + right - left
     if (max(pairs) - min(pairs)) * UNEQUAL > max(pairs):
         return None
-    return _Corner(third, bottom, one, two, lower.last)
+    return _Corner(third, bottom, first_end, second_end, lower.last)
 
 
 class _Pattern(NamedTuple):
@@ -410,7 +412,7 @@ class _Pattern(NamedTuple):
     def striped(self, band: _Band) -> bool:
         """Whether it pays that each rank of a band gets the keys that it owns."""
         side = self.side
-        if side.own_keys is None or band.tiles == 1:
+        if not len(side.own_keys) or band.tiles == 1:
             return False
         need = (band.bottom - band.top) * side.row_bytes * band.tiles
         need += (band.below.last - band.below.first) * side.key_bytes
@@ -454,18 +456,18 @@ _Kind: TypeAlias = "tuple[tuple[int, int], NDArray[np.int64]]"
 def _kinds(pattern: _Pattern) -> list[_Kind]:
     """The kind of every tile of a pattern, in order of the shares."""
     number, side = pattern.number, pattern.side
-    found: list[_Kind] = []
+    kinds: list[_Kind] = []
     if pattern.corner:
-        found += [((number, tile), worth) for tile, worth in enumerate(pattern.corner.worth(side))]
+        kinds += [((number, tile), worth) for tile, worth in enumerate(pattern.corner.worth(side))]
     for band in pattern.bands:
         of_rows, below = side.rows_owned(band.top, band.bottom), band.below
         if pattern.striped(band):
             worth = of_rows + side.keys_owned(below.first, below.last)
-            found += [((number, band.first), worth)] * band.tiles
+            kinds += [((number, band.first), worth)] * band.tiles
             continue
         for tile, (first, last) in enumerate(pairwise(below.keys(band.pairs).tolist()), band.first):
-            found.append(((number, tile), of_rows + side.keys_owned(first, last)))
-    return found
+            kinds.append(((number, tile), of_rows + side.keys_owned(first, last)))
+    return kinds
 
 
 def _ranks(slots: dict[int, list[_Kind]]) -> tuple[int, dict[int, int]]:
@@ -504,7 +506,6 @@ def _striped(side: _Side, band: _Band, tiles: Sequence[tuple[int, int]]) -> list
     """
     ranks, parts = np.array(tiles, np.int64).T
     below, keys = band.below, side.own_keys
-    assert keys is not None
     before = below.all * np.append(0, parts.cumsum()) // parts.sum()
     share = before[1:] - before[:-1]
     chunk = ranks if side.step > 0 else len(keys) - 2 - ranks
@@ -595,8 +596,8 @@ def bands(
         (ranks + 1,).  None where the tokens of a rank are not in a row; ranks then get pieces as they come.
     """
     choose = owned is not None
-    own_queries, own_keys = (None, None) if owned is None else owned
-    sides = [_Side(mask, row_bytes, key_bytes, own_queries, own_keys)]
+    unknown = np.zeros(0, np.int64)
+    sides = [_Side(mask, row_bytes, key_bytes, *(owned or (unknown, unknown)))]
     if choose and groups > 1 and mask.closed_form:  # other masks take long to tell which queries see a key
         sides.append(_Side.turned(sides[0], mask))
     shares = _shares(ranks, groups)

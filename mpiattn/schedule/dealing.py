@@ -45,7 +45,7 @@ FAR = 2**62  # a position after all others
 
 
 class Costs(NamedTuple):
-    """What it takes to compute and to move parts of a group, in any one unit: whole numbers.
+    """The costs of computing and of moving parts of a group, in any unit: whole numbers.
 
     pair: of computing a visible pair.
     row: of moving a query of the group to a rank.
@@ -249,9 +249,9 @@ def _seen(
     begin, end = (side[:, 0] for side in mask.key_intervals(queries, (group,)))
     inside = np.clip(np.minimum(end, last_key[part]) - np.maximum(begin, first_key[part]), 0, None)
     starts = np.cumsum(counts) - counts
-    for found, lengths in ((pairs, end - begin), (own, inside)):
+    for sums, lengths in ((pairs, end - begin), (own, inside)):
         mean, rest = np.divmod(np.add.reduceat(lengths.sum(axis=0), starts), counts)
-        found[some] = mean * rows[some] + rest * rows[some] // counts
+        sums[some] = mean * rows[some] + rest * rows[some] // counts
     return low, high, pairs, own
 
 
@@ -263,7 +263,7 @@ def _shape(mask: Mask, count: int, row_cost: int, key_cost: int) -> Array:
 
 
 class Dealer:
-    """What is known of a call, and ways to deal its documents.
+    """The documents of a call, who owns them, and ways to deal them.
 
     Times are integers, in a unit of which the mean of all ranks' has fewer than `SHARE`.
     """
@@ -362,20 +362,20 @@ class Dealer:
         some = numbers < count[:, None]
         at = self._start[documents][:, None] + np.where(some, numbers, 0)
         work, send, back = (np.where(some, array[at], 0) for array in (self._work, self._send, self._back))
-        found = np.zeros((len(documents), most + 1, 3, most), np.int64)
+        times = np.zeros((len(documents), most + 1, 3, most), np.int64)
         low, high = (np.where(some, array[at], 0)[:, :, None] for array in (parts.low, parts.high))
         first, last = (np.where(some, array[at], 0)[:, None] for array in (parts.first_key, parts.last_key))
         moved = self._time(np.clip(np.minimum(high, last) - np.maximum(low, first), 0, None), self._costs.key)
         moved[:, numbers, numbers] = 0
-        found[:, 0, 0], found[:, 0, 1], found[:, 0, 2] = work, moved.sum(axis=2), moved.sum(axis=1)
+        times[:, 0, 0], times[:, 0, 1], times[:, 0, 2] = work, moved.sum(axis=2), moved.sum(axis=1)
         for owner in numbers:
-            choice = found[:, owner + 1]
+            choice = times[:, owner + 1]
             choice[:, 1], choice[:, 2] = back, send
             choice[:, 0, owner] = work.sum(axis=1)
             choice[:, 1, owner] = send.sum(axis=1) - send[:, owner]
             choice[:, 2, owner] = back.sum(axis=1) - back[:, owner]
             choice[~some[:, owner], 0, 0] = FAR >> 24
-        return found
+        return times
 
     def tried(self, way: Way, short: Flags, before: Deal, limit: int = FAR) -> Deal | None:
         """The documents that are not short, dealt in some way; None if the last rank would end after `limit`.
@@ -419,7 +419,7 @@ class Dealer:
         return Deal(times, to, _Given(*map(np.concatenate, zip(given, filled))))
 
     def _at_home(self, uncut: Flags, way: Way) -> tuple[Flags, Array]:
-        """What stays with its owners of documents that are not cut into tiles.
+        """The work that stays with its owners, of documents that are not cut into tiles.
 
         Of the parts: whether the owner computes all pairs of its queries, and the numbers of those of which it computes
         the pairs with its own keys, which nobody else sees.
@@ -518,7 +518,7 @@ class Dealer:
         counts = []
         for of_others, start, end in zip(others.T, starts.tolist(), ends.tolist()):
             at, of_owners = owner[start:end], owners[:, start:end]
-            left, found = each, len(taken)
+            left, already = each, len(taken)
             while left:
                 self.steps += 1
                 ranks, groups = _takers(_room(target - times, of_others, at, of_owners), at, left)
@@ -535,7 +535,7 @@ class Dealer:
                     if soonest > limit:
                         return None
                     target = max(min(target + self.share // 32, limit), soonest)
-            counts.append(sum(len(ranks) for ranks, _ in taken[found:]))
+            counts.append(sum(len(ranks) for ranks, _ in taken[already:]))
         rank, heads = (np.concatenate(arrays) for arrays in zip(*taken))
         at = np.repeat(np.arange(len(order)), counts)
         # Each tile's groups are taken in order
@@ -633,18 +633,18 @@ def _best(dealer: Dealer) -> Deal:
 
     As it is wins where others are hardly better: it has fewer messages.
     """
-    as_it_is = found = dealer.as_it_is()
+    as_it_is = best = dealer.as_it_is()
     steps = STEPS + (len(as_it_is.times[0]) >> 2)
-    if found.end * 16 <= dealer.share * ENOUGH:
-        return found
+    if best.end * 16 <= dealer.share * ENOUGH:
+        return best
     short, before = dealer.short()
     for way in WAYS:
-        deal = dealer.tried(way, short, before, found.end)
-        if deal and deal.end < found.end:
-            found = deal
-        if found.end * 16 <= dealer.share * ENOUGH or dealer.steps > steps:
+        deal = dealer.tried(way, short, before, best.end)
+        if deal and deal.end < best.end:
+            best = deal
+        if best.end * 16 <= dealer.share * ENOUGH or dealer.steps > steps:
             break
-    return found if found.end * 16 < as_it_is.end * GAIN else as_it_is
+    return best if best.end * 16 < as_it_is.end * GAIN else as_it_is
 
 
 def dealt(

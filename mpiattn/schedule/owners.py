@@ -26,11 +26,11 @@ def kinds_of_ranks(worth: Ints, ranks_of: Ints) -> Ints:
     most = np.stack([_gains(worth, kind, members[kind]).max(axis=1) for kind in range(len(worth))])
     for _ in range(LOOKS // len(worth) ** 2):
         both = most + most.T
-        one, other = divmod(int(both.argmax()), len(both))
-        if both[one, other] <= 0:
+        first_kind, second_kind = divmod(int(both.argmax()), len(both))
+        if both[first_kind, second_kind] <= 0:
             break
-        _exchange(worth, members, one, other)
-        for kind in (one, other):
+        _exchange(worth, members, first_kind, second_kind)
+        for kind in (first_kind, second_kind):
             most[kind] = _gains(worth, kind, members[kind]).max(axis=1)
     for kind, ranks in enumerate(members):
         kind_of[ranks] = kind
@@ -49,17 +49,17 @@ def _in_turn(worth: Ints, ranks_of: Ints) -> Ints:
 
 
 def _gains(worth: Ints, kind: int, ranks: Ints) -> Ints:
-    """What some ranks of a kind gain if they go over to each kind: (kinds, ranks)."""
+    """The gains of some ranks of a kind if they go over to each kind: (kinds, ranks)."""
     return worth[:, ranks] - worth[kind, ranks]
 
 
-def _exchange(worth: Ints, members: list[Ints], one: int, other: int) -> None:
+def _exchange(worth: Ints, members: list[Ints], first_kind: int, second_kind: int) -> None:
     """Exchange as many ranks of two kinds as gain by it."""
-    there, back = members[one], members[other]
-    gain_there = worth[other, there] - worth[one, there]
-    gain_back = worth[one, back] - worth[other, back]
+    there, back = members[first_kind], members[second_kind]
+    gain_there = worth[second_kind, there] - worth[first_kind, there]
+    gain_back = worth[first_kind, back] - worth[second_kind, back]
     first, second = (np.argsort(-gain, kind="stable") for gain in (gain_there, gain_back))
     pairs = min(len(first), len(second))
     count = int((gain_there[first[:pairs]] + gain_back[second[:pairs]] > 0).sum())
-    members[one] = np.sort(np.append(there[first[count:]], back[second[:count]]))
-    members[other] = np.sort(np.append(back[second[count:]], there[first[:count]]))
+    members[first_kind] = np.sort(np.append(there[first[count:]], back[second[:count]]))
+    members[second_kind] = np.sort(np.append(back[second[count:]], there[first[:count]]))
